@@ -1,0 +1,103 @@
+"""The class that environments derive from, and the one way to read messages out of a task.
+
+An environment sees messages and its task, never tokens or tensors. Nothing here plays an episode.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin
+
+from pydantic import TypeAdapter, ValidationError
+
+from fledge.errors import DataError
+from fledge.types import Message, Step, Task
+
+T = TypeVar("T")
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class Environment(Generic[T]):
+    """One attempt at one task: `reset`, `step` until it ends, `close`. Used once.
+
+    `Environment[Task]` sees the plain task. `Environment[MyRecord]` sees its row as a `MyRecord` (a
+    dataclass, a TypedDict or a pydantic model); a row that does not fit is refused with the name of
+    the field.
+    """
+
+    _record: ClassVar[Any] = Task
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for base in getattr(cls, "__orig_bases__", ()):
+            origin = get_origin(base)
+            if isinstance(origin, type) and issubclass(origin, Environment):
+                record = get_args(base)[0]
+                if not isinstance(record, TypeVar):
+                    cls._record = record
+
+    def __init__(self, task: Task) -> None:
+        self.key = task.key
+        self.task: T = _read(self._record, task, type(self).__name__)
+
+    async def reset(self) -> Sequence[Message]:
+        """The messages that the policy sees first."""
+        raise NotImplementedError
+
+    async def step(self, reply: Message) -> Step:
+        """The answer to one reply of the policy."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Give back what `reset` took. May be called twice, and without a `reset`."""
+
+
+def messages_of(value: object, where: str) -> list[Message]:
+    """A prompt as messages; `where` is the field that an error names.
+
+    >>> messages_of("2+2", "prompt")
+    [Message(role='user', content='2+2')]
+    >>> messages_of([{"role": "system", "content": "Add."}], "prompt")
+    [Message(role='system', content='Add.')]
+    """
+    if isinstance(value, str):
+        return [Message("user", value)]
+    if not isinstance(value, Sequence) or not value:
+        raise DataError(f"{where}: must be text or a list of messages, got {_short(value)}")
+    return [_message(item, f"{where}[{index}]") for index, item in enumerate(value)]
+
+
+def _message(item: object, where: str) -> Message:
+    if not isinstance(item, Mapping):
+        raise DataError(f'{where}: must be {{"role": ..., "content": ...}}, got {_short(item)}')
+    role, content = item.get("role"), item.get("content")
+    if role not in ROLES:
+        raise DataError(f"{where}.role: must be one of {', '.join(ROLES)}, got {_short(role)}")
+    if not isinstance(content, str):
+        raise DataError(f"{where}.content: must be text, got {_short(content)}")
+    return Message(role, content)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _read(record: Any, task: Task, name: str) -> Any:
+    if record is Task:
+        return task
+    try:
+        return _adapter(record).validate_python(dict(task.data))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "row"
+        raise DataError(
+            f"env: task {task.key!r} does not fit {name}: {field}: {first['msg']}; "
+            f"change the rows of data.train"
+        ) from None
+
+
+@functools.cache
+def _adapter(record: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(record)

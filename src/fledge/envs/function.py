@@ -1,0 +1,82 @@
+"""A single-turn environment out of a plain reward function: `(prompt, response, meta) -> float`.
+
+It asks once, scores the reply, and ends. It never turns a failed grader into a reward: what the
+function raises goes up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from numbers import Real
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from fledge.envs.base import Environment, messages_of
+from fledge.errors import DataError, RewardError
+from fledge.plugins import check_positional, resolve
+from fledge.types import Message, Step, Task
+
+
+def _load(function: str | Callable[..., Any]) -> Callable[..., Any]:
+    found = resolve(function, {}, "env.function")
+    check_positional(found, ("prompt", "response", "meta"), "env.function")
+    return found
+
+
+RewardFunction = Annotated[
+    Callable[[str, str, Mapping[str, Any]], float | Awaitable[float]], BeforeValidator(_load)
+]
+"""`"module:name"` in a recipe; resolved and checked once, when the recipe's arguments are
+validated.
+"""
+
+
+class RewardEnvironment(Environment[Task]):
+    """Ask `task.data[prompt_key]` (text or a list of messages), reward the one reply with
+    `function`.
+
+    `prompt` is the text of the last message asked, `meta` the whole row.
+    """
+
+    def __init__(self, task: Task, *, function: RewardFunction, prompt_key: str = "prompt") -> None:
+        super().__init__(task)
+        if prompt_key not in task.data:
+            raise DataError(
+                f"env.prompt_key: task {task.key!r} has no field {prompt_key!r} "
+                f"(it has: {', '.join(map(str, task.data)) or 'none'})"
+            )
+        self.function = function
+        self.prompt = messages_of(task.data[prompt_key], f"env.prompt_key: {prompt_key}")
+
+    async def reset(self) -> Sequence[Message]:
+        return self.prompt
+
+    async def step(self, reply: Message) -> Step:
+        # A copy: a function that changes its row must not reach the other episodes of the group.
+        arguments = (self.prompt[-1].content, reply.content, dict(self.task.data))
+        if _is_async(self.function):
+            reward: Any = self.function(*arguments)
+        else:
+            # In a thread: a grader that blocks must not stop the other episodes.
+            reward = await asyncio.to_thread(self.function, *arguments)
+        if inspect.isawaitable(reward):
+            reward = await reward
+        return Step(reward=self._number(reward), terminated=True)
+
+    def _number(self, reward: object) -> float:
+        if isinstance(reward, Real) and math.isfinite(reward):
+            return float(reward)
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        raise RewardError(
+            f"env.function: {name} returned {reward!r} for task {self.key!r}; "
+            f"it must return a finite number"
+        )
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    call = getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)

@@ -1,0 +1,1 @@
+"""The Controller: places the parts, runs the one loop and keeps the books."""

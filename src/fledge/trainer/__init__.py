@@ -1,0 +1,6 @@
+"""The Trainer: owns the parameters; scores tokens, accumulates gradients, steps, saves and loads."""
+
+from fledge.trainer.local import LocalTrainer
+from fledge.trainer.schedule import learning_rate
+
+__all__ = ["LocalTrainer", "learning_rate"]

@@ -1,0 +1,232 @@
+"""The nouns: frozen records that pass between the parts. No torch, no behaviour beyond views.
+
+Token columns (`token_ids`, `logps`, `trained`, `versions`) always have one entry per token and are aligned
+with the token they describe: `logps[t]` is the log-probability of `token_ids[t]` given everything before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+StopReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message.
+
+    >>> Message("user", "2+2")
+    Message(role='user', content='2+2')
+    """
+
+    role: Role
+    content: str
+
+
+def system(content: str) -> Message:
+    return Message("system", content)
+
+
+def user(content: str) -> Message:
+    return Message("user", content)
+
+
+def assistant(content: str) -> Message:
+    return Message("assistant", content)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to do: what an environment is built from. `key` is stable across runs and names it in every log.
+
+    >>> Task("34+57", {"prompt": "34+57", "answer": "91"}).data["answer"]
+    '91'
+    """
+
+    key: str
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an environment answers to a reply.
+
+    `terminated` means that the task is over; `truncated` that a limit of the environment ended it.
+
+    >>> Step(reward=1.0, terminated=True).messages
+    ()
+    """
+
+    messages: Sequence[Message] = ()
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to draw tokens. Log-probs returned are those of the distribution drawn from.
+
+    Temperature 0 is greedy. `top_k=0`, `top_p=1` and `min_p=0` switch the filters off.
+
+    >>> Sampling(temperature=0.0, max_new_tokens=8).greedy
+    True
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Tokens that an engine sampled for one request.
+
+    The sampled stop token is part of it; the text of a stop string is, too. `logps` belong to the distribution sampled from,
+    `plain_logps` to the softmax at temperature 1; `versions[t]` is the weight version that produced token t.
+
+    >>> c = Completion(token_ids=(9, 1, 2), logps=(-0.1, -0.2, -0.0), plain_logps=(-0.1, -0.2, -0.0),
+    ...                versions=(3, 3, 3), stop_reason="stop")
+    >>> len(c.token_ids), c.stop_reason
+    (3, 'stop')
+    """
+
+    token_ids: tuple[int, ...]
+    logps: tuple[float, ...]
+    plain_logps: tuple[float, ...]
+    versions: tuple[int, ...]
+    stop_reason: StopReason
+
+
+class Outcome(StrEnum):
+    """How an episode ended. A failed rollout is data, never a reward of 0.
+
+    `ok` and `truncated` are trained on; a `policy_error` keeps the reward the environment gave it;
+    `infra_abort`, `grader_error` and `time_limit` are retried, then dropped from their group and counted.
+    """
+
+    OK = "ok"
+    TRUNCATED = "truncated"
+    TIME_LIMIT = "time_limit"
+    POLICY_ERROR = "policy_error"
+    INFRA_ABORT = "infra_abort"
+    GRADER_ERROR = "grader_error"
+
+    @property
+    def usable(self) -> bool:
+        return self in (Outcome.OK, Outcome.TRUNCATED, Outcome.POLICY_ERROR)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """An exact run of tokens, as the engine saw and sampled them.
+
+    Only sampled tokens are trained; `logps` is 0 and `versions` is -1 where a token was not sampled.
+
+    >>> s = Segment(token_ids=(5, 6, 7, 1), logps=(0.0, 0.0, -0.7, -0.1), trained=(False, False, True, True),
+    ...             versions=(-1, -1, 4, 4))
+    >>> sum(s.trained)
+    2
+    """
+
+    token_ids: tuple[int, ...]
+    logps: tuple[float, ...]
+    trained: tuple[bool, ...]
+    versions: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        n = len(self.token_ids)
+        assert len(self.logps) == len(self.trained) == len(self.versions) == n, "columns differ in length"
+        assert not any(t and v < 0 for t, v in zip(self.trained, self.versions, strict=True)), (
+            "a token that was not sampled is marked as trained"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One finished attempt at a task: exact tokens, rewards per turn, and how it ended.
+
+    `index` is its place in the group; `messages` is the readable view, `segments` is what is trained.
+
+    >>> Episode("34+57", 0, segments=(), rewards=(0.0, 1.0), outcome=Outcome.OK, messages=()).reward
+    1.0
+    """
+
+    task_key: str
+    index: int
+    segments: tuple[Segment, ...]
+    rewards: tuple[float, ...]
+    outcome: Outcome
+    messages: tuple[Message, ...]
+    info: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def reward(self) -> float:
+        return float(sum(self.rewards))
+
+    @property
+    def response_length(self) -> int:
+        return sum(sum(s.trained) for s in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The episodes of one task that a baseline may compare. Dropped ones are gone from `episodes` but counted.
+
+    >>> Group(Task("t", {}), epoch=0, episodes=(), dropped={"infra_abort": 1}).dropped["infra_abort"]
+    1
+    """
+
+    task: Task
+    epoch: int
+    episodes: tuple[Episode, ...]
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    discarded: tuple[Episode, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sequence as the trainer packs it: a segment with what the algorithm made of its episode.
+
+    `weights` is the per-token weight of a supervised loss, 1.0 in RL.
+    `group` and `sequence` say which prompt and which row of the batch it belongs to, for the reductions.
+
+    >>> Sample(token_ids=(5, 6, 7), trained=(False, True, True), logps=(0.0, -0.1, -0.2), advantage=0.5).advantage
+    0.5
+    """
+
+    token_ids: tuple[int, ...]
+    trained: tuple[bool, ...]
+    logps: tuple[float, ...]
+    advantage: float = 0.0
+    group: int = 0
+    weights: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What a publish has shown: which version, how many tensors, and how far the canary was off.
+
+    >>> Proof(version=3, tensors=46, digest="9f2c", canary_gap=2e-7).version
+    3
+    """
+
+    version: int
+    tensors: int
+    digest: str
+    canary_gap: float

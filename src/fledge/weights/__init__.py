@@ -1,0 +1,5 @@
+"""Moving parameters from the trainer to engines, with proof that they arrived."""
+
+from fledge.weights.local import SharedMemoryTransport
+
+__all__ = ["SharedMemoryTransport"]
