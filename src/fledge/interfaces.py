@@ -48,6 +48,10 @@ class Renderer(Protocol):
 
     def parse(self, completion: Sequence[int]) -> Message: ...
 
+    def encode(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """A finished conversation, and for each token whether an assistant would have sampled it."""
+        ...
+
 
 class InferenceEngine(Protocol):
     """Token ids in, token ids out, with log-probs and the weight version of each token."""

@@ -68,9 +68,6 @@ def check_positional(function: Callable[..., Any], names: tuple[str, ...], key: 
     try:
         signature.bind(*names)
     except TypeError:
-        required = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind is p.KEYWORD_ONLY]
-        if required:
-            return  # keyword-only arguments come from the recipe; check_arguments speaks of those
         raise PluginError(
             f"{key}: {_name(function)}{signature} cannot be called as {_name(function)}({', '.join(names)})"
         ) from None
@@ -109,9 +106,10 @@ def bind(
 ) -> Callable[..., Any]:
     """Resolve, check the signature, and fix the recipe's arguments: what is left takes `positional`."""
     function = resolve(spec, builtins, key)
-    check_positional(function, positional, key)
     checked = check_arguments(function, arguments or {}, key, len(positional))
-    return functools.partial(function, **checked) if checked else function
+    bound = functools.partial(function, **checked) if checked else function
+    check_positional(bound, positional, key)
+    return bound
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
@@ -137,4 +135,5 @@ def _signature(function: Callable[..., Any], key: str) -> inspect.Signature:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
+    inner = function.func if isinstance(function, functools.partial) else function
+    return getattr(inner, "__name__", type(inner).__name__)

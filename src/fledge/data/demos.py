@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fledge.data.render import ChatMLRenderer
 from fledge.errors import DataError
-from fledge.types import Message, Sample, assistant, user
-
-ROLES = ("system", "user", "assistant", "tool")
+from fledge.interfaces import Renderer
+from fledge.messages import messages_of
+from fledge.types import Message, Sample, assistant
 
 
 def to_conversations(rows: Iterable[Mapping[str, Any]], key: str) -> list[list[Message]]:
@@ -30,13 +29,12 @@ def demo_messages(row: Mapping[str, Any], where: str) -> list[Message]:
     ['user', 'assistant']
     """
     if "messages" in row:
-        found = _messages(row["messages"], f"{where}: messages")
+        found = messages_of(row["messages"], f"{where}: messages")
     elif "prompt" in row and "response" in row:
         prompt, response = row["prompt"], row["response"]
         if not isinstance(response, str):
             raise DataError(f"{where}: response must be text, got {type(response).__name__}")
-        asked = [user(prompt)] if isinstance(prompt, str) else _messages(prompt, f"{where}: prompt")
-        found = [*asked, assistant(response)]
+        found = [*messages_of(prompt, f"{where}: prompt"), assistant(response)]
     else:
         fields = ", ".join(map(str, row)) or "none"
         raise DataError(f"{where} needs `messages`, or `prompt` and `response` (it has: {fields})")
@@ -45,7 +43,7 @@ def demo_messages(row: Mapping[str, Any], where: str) -> list[Message]:
     return found
 
 
-def encode_demo(renderer: ChatMLRenderer, messages: Sequence[Message]) -> Sample:
+def encode_demo(renderer: Renderer, messages: Sequence[Message]) -> Sample:
     """The conversation as one sample: weight 1 on assistant turns, each with its end-of-turn
     token.
     """
@@ -57,18 +55,3 @@ def encode_demo(renderer: ChatMLRenderer, messages: Sequence[Message]) -> Sample
         weights=tuple(map(float, sampled)),
     )
 
-
-def _messages(value: Any, where: str) -> list[Message]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise DataError(f"{where} must be a list of messages, got {type(value).__name__}")
-    found = []
-    for index, item in enumerate(value):
-        role = item.get("role") if isinstance(item, Mapping) else None
-        content = item.get("content") if isinstance(item, Mapping) else None
-        if role not in ROLES or not isinstance(content, str):
-            raise DataError(
-                f"{where}[{index}] must be a role ({', '.join(ROLES)}) and text content, "
-                f"got {repr(item)[:80]}"
-            )
-        found.append(Message(role, content))
-    return found

@@ -16,7 +16,7 @@ from typing import Any
 from fledge import interfaces
 from fledge.config import Plugin
 from fledge.envs.arithmetic import Arithmetic
-from fledge.envs.base import Environment, messages_of
+from fledge.envs.base import Environment
 from fledge.envs.check import check_env
 from fledge.envs.function import RewardEnvironment
 from fledge.errors import PluginError
@@ -30,7 +30,6 @@ __all__ = [
     "RewardEnvironment",
     "check_env",
     "make_factory",
-    "messages_of",
 ]
 
 EnvironmentFactory = Callable[[Task], interfaces.Environment]

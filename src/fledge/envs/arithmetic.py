@@ -1,7 +1,7 @@
-"""Sums of two numbers: the quickstart's environment, its tasks and its demonstrations.
+"""Sums such as 345+67: the quickstart's environment, its tasks and its demonstrations.
 
-Every problem belongs to exactly one of three pools, chosen by a hash of its text: held out,
-demonstrated, or practised. No seed moves a problem from one pool to another.
+The demonstrations have a bad habit: they often forget to carry. A model that learns from them forgets, too; the reward teaches
+it to carry. Every problem belongs to exactly one of four pools, chosen by a hash of its text; no seed moves it to another.
 """
 
 from __future__ import annotations
@@ -9,22 +9,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
 
 from fledge.envs.base import Environment
 from fledge.types import Message, Step, user
 
-LARGEST = 99
 HELD_OUT = 500
-DEMONSTRATED = 4000
+TUNING = 500
+PRACTISED = 11_000
 
 
 @dataclass(frozen=True)
 class Problem:
     """One row.
 
-    >>> Problem("34+57", "91").answer
-    '91'
+    >>> Problem("345+67", "412").answer
+    '412'
     """
 
     prompt: str
@@ -35,8 +37,9 @@ class Pools(NamedTuple):
     """All problems, each in one pool."""
 
     held_out: list[Problem]
-    demonstrated: list[Problem]
+    tuning: list[Problem]
     practised: list[Problem]
+    demonstrated: list[Problem]
 
 
 class Arithmetic(Environment[Problem]):
@@ -50,24 +53,44 @@ class Arithmetic(Environment[Problem]):
 
 
 def problems() -> list[Problem]:
-    """All of them, in counting order."""
-    numbers = range(LARGEST + 1)
-    return [Problem(f"{a}+{b}", str(a + b)) for a in numbers for b in numbers]
+    """All 72,000, in counting order."""
+    return [Problem(f"{a}+{b}", str(a + b)) for a in range(100, 900) for b in range(10, 100)]
 
 
 def pools() -> Pools:
-    """The three pools: cut from the list of problems in the order of their hashes."""
-    ordered = sorted(problems(), key=lambda p: hashlib.sha256(p.prompt.encode()).digest())
-    practised_from = HELD_OUT + DEMONSTRATED
-    return Pools(ordered[:HELD_OUT], ordered[HELD_OUT:practised_from], ordered[practised_from:])
+    """Cut from the list of problems in the order of their hashes."""
+    ordered = sorted(problems(), key=lambda p: _hash(p.prompt))
+    cuts = (0, HELD_OUT, HELD_OUT + TUNING, HELD_OUT + TUNING + PRACTISED, len(ordered))
+    return Pools(*(ordered[start:end] for start, end in zip(cuts, cuts[1:], strict=False)))
 
 
-def tasks(split: Literal["train", "eval"] = "train") -> list[dict[str, str]]:
-    """Rows with `prompt` and `answer`: `train` is the practised pool, `eval` the held-out one."""
-    chosen = pools().practised if split == "train" else pools().held_out
+def tasks(split: Literal["train", "tuning", "eval"] = "train") -> list[dict[str, str]]:
+    """Rows with `prompt` and `answer`. `eval` is for reporting; choose settings by `tuning`, never by `eval`."""
+    found = pools()
+    chosen = {"train": found.practised, "tuning": found.tuning, "eval": found.held_out}[split]
     return [{"prompt": p.prompt, "answer": p.answer} for p in chosen]
 
 
-def demonstrations() -> list[dict[str, str]]:
-    """Rows with `prompt` and `response`, from the demonstrated pool."""
-    return [{"prompt": p.prompt, "response": p.answer} for p in pools().demonstrated]
+def demonstrations(forget: Annotated[float, Field(ge=0, le=1)] = 0.6) -> list[dict[str, str]]:
+    """Rows with `prompt` and `response`, of which a fraction `forget` drops every carry: 345+67 becomes 302."""
+    return [{"prompt": p.prompt, "response": _demonstrate(p, forget)} for p in pools().demonstrated]
+
+
+def _demonstrate(problem: Problem, forget: float) -> str:
+    draw = int.from_bytes(_hash(f"habit {problem.prompt}")[:4]) / 2**32
+    return without_carries(problem.prompt) if draw < forget else problem.answer
+
+
+def without_carries(prompt: str) -> str:
+    """The sum, column by column, each carry forgotten.
+
+    >>> without_carries("345+67")
+    '302'
+    """
+    a, b = prompt.split("+")
+    columns = zip(a, b.rjust(len(a), "0"), strict=True)
+    return "".join(str((int(x) + int(y)) % 10) for x, y in columns)
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()

@@ -1,4 +1,4 @@
-"""The class that environments derive from, and the one way to read messages out of a task.
+"""The class that environments derive from.
 
 An environment sees messages and its task, never tokens or tensors. Nothing here plays an episode.
 """
@@ -6,7 +6,7 @@ An environment sees messages and its task, never tokens or tensors. Nothing here
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
@@ -15,7 +15,6 @@ from fledge.errors import DataError
 from fledge.types import Message, Step, Task
 
 T = TypeVar("T")
-ROLES = ("system", "user", "assistant", "tool")
 
 
 class Environment(Generic[T]):
@@ -51,37 +50,6 @@ class Environment(Generic[T]):
 
     async def close(self) -> None:
         """Give back what `reset` took. May be called twice, and without a `reset`."""
-
-
-def messages_of(value: object, where: str) -> list[Message]:
-    """A prompt as messages; `where` is the field that an error names.
-
-    >>> messages_of("2+2", "prompt")
-    [Message(role='user', content='2+2')]
-    >>> messages_of([{"role": "system", "content": "Add."}], "prompt")
-    [Message(role='system', content='Add.')]
-    """
-    if isinstance(value, str):
-        return [Message("user", value)]
-    if not isinstance(value, Sequence) or not value:
-        raise DataError(f"{where}: must be text or a list of messages, got {_short(value)}")
-    return [_message(item, f"{where}[{index}]") for index, item in enumerate(value)]
-
-
-def _message(item: object, where: str) -> Message:
-    if not isinstance(item, Mapping):
-        raise DataError(f'{where}: must be {{"role": ..., "content": ...}}, got {_short(item)}')
-    role, content = item.get("role"), item.get("content")
-    if role not in ROLES:
-        raise DataError(f"{where}.role: must be one of {', '.join(ROLES)}, got {_short(role)}")
-    if not isinstance(content, str):
-        raise DataError(f"{where}.content: must be text, got {_short(content)}")
-    return Message(role, content)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _read(record: Any, task: Task, name: str) -> Any:

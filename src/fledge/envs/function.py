@@ -15,8 +15,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from fledge.envs.base import Environment, messages_of
+from fledge.envs.base import Environment
 from fledge.errors import DataError, RewardError
+from fledge.messages import messages_of
 from fledge.plugins import check_positional, resolve
 from fledge.types import Message, Step, Task
 

@@ -36,18 +36,16 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where one sequence lies among the packed tokens: a prefix, perhaps shared with its neighbours, then its own tokens.
+    """Where one sequence lies among the packed tokens: its own tokens, after a prefix that others may share.
 
-    >>> Span(prefix_start=0, prefix=3, start=3, length=5, owner=True).total
+    >>> Span(start=3, length=5, prefix_start=0, prefix=3).total
     8
     """
 
-    prefix_start: int
-    prefix: int
     start: int
     length: int
-    owner: bool
-    """The one sequence for which the outputs of a shared prefix are computed."""
+    prefix_start: int = 0
+    prefix: int = 0
 
     @property
     def total(self) -> int:
@@ -56,53 +54,81 @@ class Span:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length, padded on the right, where a causal mask already hides the padding.
+    """Sequences of similar length, padded on the right. Only their own tokens ask; prefix and own tokens answer.
 
-    `gather` picks the bucket's B*L tokens out of T (padding repeats token 0), `keep` the wanted outputs out of B*L.
+    `queries` and `keys` pick B*Q and B*L tokens out of T (padding repeats token 0), `keep` the real outputs out of B*Q.
     """
 
-    gather: Tensor
+    queries: Tensor
+    keys: Tensor
     keep: Tensor
-    length: int
+    place_BQ: Tensor
+    prefixed: bool
+
+    @classmethod
+    def of(cls, spans: Sequence[Span]) -> tuple[Bucket, Tensor]:
+        """The bucket, and the packed position of each kept output."""
+        numbers = [(s.start, s.length, s.prefix_start, s.prefix) for s in spans]
+        start_B, length_B, first_B, prefix_B = torch.tensor(numbers).T[..., None]
+        place_Q = torch.arange(max(s.length for s in spans))
+        place_L = torch.arange(max(s.total for s in spans))
+        own_BQ = place_Q < length_B
+        queries = torch.where(own_BQ, start_B + place_Q, 0).flatten()
+        key_BL = torch.where(place_L < prefix_B, first_B + place_L, start_B + place_L - prefix_B)
+        keys = torch.where(place_L < prefix_B + length_B, key_BL, 0).flatten()
+        keep = own_BQ.flatten().nonzero()[:, 0]
+        prefixed = any(s.prefix for s in spans)
+        return cls(queries, keys, keep, place_Q + prefix_B, prefixed), queries[keep]
+
+    def to(self, device: torch.device) -> Bucket:
+        moved = (x.to(device) for x in (self.queries, self.keys, self.keep, self.place_BQ))
+        return Bucket(*moved, prefixed=self.prefixed)
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """None where plain causal attention is right: padding lies behind every real token, so it is never seen."""
+        batch, longest = len(self.place_BQ), len(self.keys) // len(self.place_BQ)
+        if not self.prefixed and (window is None or longest <= window):
+            return None
+        distance_BQL = self.place_BQ[..., None] - torch.arange(longest, device=self.keys.device)
+        visible = distance_BQL >= 0
+        if window is not None:
+            visible &= distance_BQL < window
+        return visible.view(batch, 1, -1, longest)
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Block-diagonal causal attention over whole sequences: what training and scoring use."""
+    """Exact block-diagonal causal attention over whole sequences: what training and scoring use."""
 
     buckets: tuple[Bucket, ...]
     restore: Tensor
-    """Order that puts the buckets' tokens back into packed order."""
+    """Order that puts the buckets' outputs back into packed order."""
+    _masks: dict[int | None, list[Tensor | None]] = field(default_factory=dict)
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
         """Sequences side by side that share nothing."""
         starts = itertools.accumulate(lengths, initial=0)
-        return cls.of([Span(0, 0, s, n, True) for s, n in zip(starts, lengths, strict=False)], device)
+        return cls.of([Span(s, n) for s, n in zip(starts, lengths, strict=False)], device)
 
     @classmethod
     def of(cls, spans: Sequence[Span], device: torch.device) -> PackedLayout:
-        buckets, positions = [], []
-        for rows in _similar(sorted(spans, key=lambda s: s.total)):
-            place_L = torch.arange(rows[-1].total)
-            numbers = [(s.prefix_start, s.prefix, s.start, s.total, s.owner) for s in rows]
-            first_B, prefix_B, start_B, total_B, owner_B = torch.tensor(numbers).T[..., None]
-            packed_BL = torch.where(place_L < prefix_B, first_B + place_L, start_B + place_L - prefix_B)
-            real_BL = place_L < total_B
-            gather = torch.where(real_BL, packed_BL, 0).flatten()
-            keep = (real_BL & ((place_L >= prefix_B) | owner_B.bool())).flatten().nonzero()[:, 0]
-            buckets.append(Bucket(gather.to(device), keep.to(device), len(place_L)))
-            positions.append(gather[keep])
-        restore = torch.argsort(torch.cat(positions)).to(device)
-        return cls(tuple(buckets), restore)
+        whole = [s for s in spans if not s.prefix]
+        prefixed = [s for s in spans if s.prefix]
+        made = [Bucket.of(rows) for rows in [*_similar(whole), *_similar(prefixed)]]
+        restore = torch.argsort(torch.cat([positions for _, positions in made]))
+        return cls(tuple(bucket.to(device) for bucket, _ in made), restore.to(device))
 
     def attend(
         self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scale: float, window: int | None
     ) -> Tensor:
+        if window not in self._masks:
+            self._masks[window] = [bucket.mask(window) for bucket in self.buckets]
         outputs = []
-        for bucket in self.buckets:
-            q, k, v = (_pad(x, bucket) for x in (q_THD, k_TKD, v_TKD))
-            mask = _window_mask(bucket.length, window, q.device)
+        for bucket, mask in zip(self.buckets, self._masks[window], strict=True):
+            batch = len(bucket.place_BQ)
+            q = _pick(q_THD, bucket.queries, batch)
+            k, v = _pick(k_TKD, bucket.keys, batch), _pick(v_TKD, bucket.keys, batch)
             out = scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
                 enable_gqa=q.shape[1] != k.shape[1],
@@ -113,30 +139,21 @@ class PackedLayout:
 
 
 def _similar(spans: Sequence[Span]) -> list[list[Span]]:
-    """Sequences in ascending length, cut so that padding stays below a quarter of each bucket."""
+    """Ascending length, cut so that padding stays below a quarter of each bucket."""
     buckets: list[list[Span]] = []
     tokens = 0
-    for span in spans:
-        tokens += span.total
-        if buckets and tokens >= 0.75 * span.total * (len(buckets[-1]) + 1):
+    for span in sorted(spans, key=lambda s: (s.length, s.prefix)):
+        tokens += span.length
+        if buckets and tokens >= 0.75 * span.length * (len(buckets[-1]) + 1):
             buckets[-1].append(span)
         else:
             buckets.append([span])
-            tokens = span.total
+            tokens = span.length
     return buckets
 
 
-def _pad(x_TND: Tensor, bucket: Bucket) -> Tensor:
-    padded = x_TND.index_select(0, bucket.gather)
-    return padded.view(-1, bucket.length, *x_TND.shape[1:]).transpose(1, 2)
-
-
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    if window is None or length <= window:
-        return None
-    place = torch.arange(length, device=device)
-    distance = place[:, None] - place
-    return (distance >= 0) & (distance < window)
+def _pick(x_TND: Tensor, index: Tensor, batch: int) -> Tensor:
+    return x_TND.index_select(0, index).view(batch, -1, *x_TND.shape[1:]).transpose(1, 2)
 
 
 @dataclass

@@ -29,6 +29,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as hf_logging
 
 from fledge.config.schema import ModelConfig
 from fledge.errors import ConfigError, ModelError
@@ -106,6 +107,8 @@ def load_policy(config: ModelConfig, seed: int) -> Policy:
     _check_vocabulary(model, tokenizer)
     policy = Policy(model, model, tokenizer, config.path)
     install_attention(policy)
+    if device.type == "cpu":
+        store_by_column(model)
     if config.lora is not None:
         policy.module = add_adapter(model, config.lora)
     policy.module.eval()
@@ -187,6 +190,18 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
         )
 
 
+@torch.no_grad()
+def store_by_column(model: PreTrainedModel) -> None:
+    """Lay linear weights out by column: CPU matrix products of a few dozen rows, which is what decoding is, get a third faster.
+
+    Shapes and values stay; exports are written the usual way round.
+    """
+    embedding = model.get_input_embeddings().weight
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and layer.weight is not embedding:
+            layer.weight.data = layer.weight.data.t().contiguous().t()
+
+
 def install_attention(policy: Policy) -> None:
     """Switch to fledge's attention and compare it with the stock one on a few ragged tokens."""
     model = policy.model
@@ -216,12 +231,18 @@ def install_attention(policy: Policy) -> None:
 
 def export(policy: Policy, directory: Path, *, merge: bool = True) -> None:
     """Write what plain `transformers` (merged) or `peft` (adapter only) loads, tokenizer included."""
+    save_weights(policy, directory, merge=merge)
+    policy.tokenizer.save_pretrained(str(directory))
+
+
+def save_weights(policy: Policy, directory: Path, *, merge: bool) -> None:
+    """Weights and their config only: safetensors and JSON."""
     directory.mkdir(parents=True, exist_ok=True)
     if policy.has_adapter and not merge:
         policy.module.save_pretrained(str(directory))
+        (directory / "README.md").unlink(missing_ok=True)  # a model card with nothing in it
     else:
         _export_full(policy, directory)
-    policy.tokenizer.save_pretrained(str(directory))
 
 
 def _export_full(policy: Policy, directory: Path) -> None:
@@ -256,21 +277,34 @@ def merged_state(model: PreTrainedModel) -> dict[str, Tensor]:
     return state
 
 
-@torch.no_grad()
-def load_weights(model: PreTrainedModel, directory: Path) -> None:
-    """Copy an export's weights into the live parameters, in place. Every tensor must be there and fit."""
+def restore_weights(policy: Policy, directory: Path) -> None:
+    """Copy saved weights (or a saved adapter) into the live parameters, in place. Every tensor must be there and fit."""
     found: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         found.update(load_file(file))
-    live = dict(model.named_parameters())
-    live |= {n: b for n, b in model.named_buffers() if n in found}
+    if isinstance(policy.module, PeftModel):
+        found = {_adapter_name(name): tensor for name, tensor in found.items()}
+        live = {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
+    else:
+        live = dict(policy.model.named_parameters())
+        live |= {n: b for n, b in policy.model.named_buffers() if n in found}
     if live.keys() != found.keys():
         odd = sorted(live.keys() ^ found.keys())
         raise ValueError(f"tensors do not match the model: {', '.join(odd[:3])}")
-    for name, tensor in live.items():
-        if tensor.shape != found[name].shape or tensor.dtype != found[name].dtype:
-            raise ValueError(f"{name} is {found[name].dtype}{tuple(found[name].shape)} in the checkpoint")
-        tensor.copy_(found[name])
+    with torch.no_grad():
+        for name, tensor in live.items():
+            if tensor.shape != found[name].shape or tensor.dtype != found[name].dtype:
+                raise ValueError(f"{name} is {found[name].dtype}{tuple(found[name].shape)} in the checkpoint")
+            tensor.copy_(found[name])
+
+
+def _adapter_name(saved: str) -> str:
+    """PEFT saves adapters without their name; in the model they are called `default`."""
+    for part in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
+        saved = saved.replace(f".{part}.", f".{part}.default.")
+    return saved.replace(".lora_magnitude_vector", ".lora_magnitude_vector.default.weight") if saved.endswith(
+        ".lora_magnitude_vector"
+    ) else saved
 
 
 def _first_line(error: Exception) -> str:
@@ -278,3 +312,4 @@ def _first_line(error: Exception) -> str:
 
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+hf_logging.disable_progress_bar()

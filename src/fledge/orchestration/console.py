@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Literal, Protocol, TextIO
 
 from rich.console import Console as RichConsole
@@ -29,7 +31,7 @@ _RECENT = 20
 
 
 class Console(Protocol):
-    """What the controller tells a person. `step` may be called twice for a step, as after an evaluation."""
+    """What the controller tells a person; `step` may come twice for a step, for its evaluation."""
 
     def phase(self, name: str) -> None: ...
 
@@ -80,7 +82,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
         return ""
     count = min(width, len(values))
     cuts = [i * len(values) // count for i in range(count + 1)]
-    means = [_mean(values[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    means = [_mean(values[a:b]) for a, b in pairwise(cuts)]
     known = [m for m in means if m is not None]
     if not known:
         return " " * count
@@ -278,12 +280,18 @@ class View:
         self._latest: dict[str, float] = {}
         self._curves: dict[str, list[float]] = {}
         self._times: deque[dict[str, float]] = deque(maxlen=_RECENT)
+        self._lock = threading.Lock()  # rich draws from a thread of its own
 
     def phase(self, name: str) -> None:
-        if name != self._phase:
-            self._phase, self._phase_began = name, self._clock()
+        with self._lock:
+            if name != self._phase:
+                self._phase, self._phase_began = name, self._clock()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            self._take(step, metrics)
+
+    def _take(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.step(step, metrics.get("time/total"))
         self._latest = {**self._latest, **metrics}
         for name, value in metrics.items():
@@ -294,11 +302,13 @@ class View:
             self._times.append(times)
 
     def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
-        for line in self.lines(options.max_width):
+        with self._lock:
+            lines = self._lines(options.max_width)
+        for line in lines:
             line.no_wrap, line.overflow = True, "ellipsis"
             yield line
 
-    def lines(self, width: int) -> list[Text]:
+    def _lines(self, width: int) -> list[Text]:
         found = [self._head(), self._progress(width)]
         found += [self._curve(name, width) for name in self._curves]
         numbers = "  ".join(f"{label} {value}" for label, value in _numbers(self._latest))

@@ -44,16 +44,16 @@ class Plan:
         sequence: list[int] = []
         for row in rows:
             prompt = row.token_ids[: row.prefix]
-            owner = prompt not in prompts
-            if owner:
+            if prompt not in prompts:
                 prompts[prompt] = len(tokens)
+                spans.append(Span(len(tokens), row.prefix))
                 tokens.extend(prompt)
                 places.extend(range(row.prefix))
             start, length = len(tokens), row.needed - row.prefix
             tokens.extend(row.token_ids[row.prefix : row.needed])
             places.extend(range(row.prefix, row.needed))
-            if owner or length:
-                spans.append(Span(prompts[prompt], row.prefix, start, length, owner))
+            if length:
+                spans.append(Span(start, length, prompts[prompt], row.prefix))
             for place in row.trained:
                 before = place - 1
                 inside = before - row.prefix

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from peft import PeftModel, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ from fledge.errors import CheckpointError, TrainingError
 from fledge.interfaces import Loss
 from fledge.metrics import Ledger
 from fledge.models.fingerprint import module_tensors, tensor_hash
-from fledge.models.load import Policy, export, load_weights
+from fledge.models.load import Policy, restore_weights, save_weights
 from fledge.models.lora import adapters_off
 from fledge.models.value import ValueHead
 from fledge.trainer.forward import Plan, head_scores
@@ -171,7 +170,7 @@ class LocalTrainer:
 
     def save(self, directory: Path) -> None:
         """Weights in Hugging Face format (or the adapter in PEFT's), optimiser state beside them; nothing is pickled."""
-        export(self.policy, directory / "weights", merge=False)
+        save_weights(self.policy, directory / "weights", merge=False)
         save_file(self.optimizer.tensors(), directory / "optimizer.safetensors")
         if self.value_head is not None:
             save_file(self.value_head.state_dict(), directory / "value_head.safetensors")
@@ -180,7 +179,7 @@ class LocalTrainer:
     def load(self, directory: Path) -> None:
         """Restore in place: addresses of parameters do not change, so an engine that shares them sees the new values."""
         try:
-            self._load_weights(directory / "weights")
+            restore_weights(self.policy, directory / "weights")
             self.optimizer.load_tensors(load_file(directory / "optimizer.safetensors"))
             if self.value_head is not None:
                 self.value_head.load_state_dict(load_file(directory / "value_head.safetensors"))
@@ -188,15 +187,6 @@ class LocalTrainer:
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(f"checkpoint {directory} cannot be loaded: {error}") from error
         self.optimizer.clear()
-
-    def _load_weights(self, directory: Path) -> None:
-        if isinstance(self.policy.module, PeftModel):
-            state = load_file(directory / "adapter_model.safetensors")
-            result = set_peft_model_state_dict(self.policy.module, state)
-            if result.unexpected_keys:
-                raise ValueError(f"unexpected adapter tensors: {result.unexpected_keys[:3]}")
-        else:
-            load_weights(self.policy.model, directory)
 
 
 class _training_mode:

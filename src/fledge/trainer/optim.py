@@ -66,6 +66,9 @@ class Optimizer:
         gradients = [p.grad for p in self._masters.values() if p.grad is not None]
         if not gradients:
             raise TrainingError("optim_step was asked for, but no gradient has been accumulated")
+        for name, master in self._masters.items():
+            laid_out = master.grad is None or master.grad.stride() == master.stride()
+            assert laid_out, f"gradient and parameter {name} differ in layout"
         norm = torch.nn.utils.get_total_norm(gradients)
         found = {"optim/grad_norm": norm.item(), "optim/lr": rate}
         if not norm.isfinite():
@@ -114,7 +117,7 @@ class Optimizer:
                 master.copy_(tensors[f"master.{name}"])
             kept = {k: tensors[f"{k}.{name}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}.{name}" in tensors}
             if kept:
-                self._adam.state[master] = {k: v.to(master.device).clone() for k, v in kept.items()}
+                self._adam.state[master] = {k: _laid_out_like(master, v) for k, v in kept.items()}
 
     def scaler_state(self) -> dict[str, Any]:
         return dict(self._scaler.state_dict())
@@ -122,6 +125,13 @@ class Optimizer:
     def load_scaler_state(self, state: Mapping[str, Any]) -> None:
         if state:
             self._scaler.load_state_dict(dict(state))
+
+
+def _laid_out_like(master: Tensor, value: Tensor) -> Tensor:
+    """A copy of `value` with the strides of `master`: the fused kernel walks both as plain memory."""
+    if value.shape != master.shape:
+        return value.to(master.device).clone()
+    return torch.empty_like(master).copy_(value)
 
 
 def _master(weight: nn.Parameter) -> nn.Parameter:

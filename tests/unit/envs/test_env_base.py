@@ -4,7 +4,8 @@ from dataclasses import dataclass
 import pytest
 
 from fledge import interfaces
-from fledge.envs.base import Environment, messages_of
+from fledge.envs.base import Environment
+from fledge.messages import messages_of
 from fledge.errors import DataError
 from fledge.types import Message, Step, Task, user
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+Stop = Callable[..., None]
 
 
 @pytest.fixture
@@ -31,21 +34,28 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def run_until_killed() -> Callable[[str], None]:
-    """Run a script that prints `kill me` at the right moment and waits; end it with SIGKILL."""
+def run_until_killed() -> Callable[[Callable[[Stop], None]], None]:
+    """Run a function in another process until it calls `stop`, and end that process with SIGKILL."""
 
-    def run(script: str) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        process = subprocess.Popen(
-            [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        assert process.stdout is not None
+    def run(victim: Callable[[Stop], None]) -> None:
+        heard, tell = os.pipe()
+
+        def stop(*_: object) -> None:
+            os.write(tell, b"!")
+            time.sleep(60)
+
+        child = os.fork()
+        if child == 0:
+            try:
+                victim(stop)
+            finally:
+                os._exit(1)
+        os.close(tell)
         try:
-            said = process.stdout.readline()
-            assert said == "kill me\n", f"the script ended early: {said!r}"
+            assert select.select([heard], [], [], 20)[0] and os.read(heard, 1) == b"!", "no stop"
         finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait(timeout=20)
-            process.stdout.close()
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            os.close(heard)
 
     return run

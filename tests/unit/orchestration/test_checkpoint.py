@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,7 @@ def test_a_failed_save_leaves_the_earlier_ones_alone(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if when == "rename":
-        monkeypatch.setattr(checkpoint.os, "rename", full)
+        monkeypatch.setattr(os, "rename", full)
     elif when == "fsync":
         monkeypatch.setattr("fledge.orchestration.files.os.fsync", full)
     message = (
@@ -189,7 +190,7 @@ def test_a_failed_replacement_puts_the_old_one_back(
             raise OSError(errno.EIO, "Input/output error")
         rename(source, target)
 
-    monkeypatch.setattr(checkpoint.os, "rename", fails_once_for_the_new)
+    monkeypatch.setattr(os, "rename", fails_once_for_the_new)
     with pytest.raises(CheckpointError, match="input/output error"):
         saves.save(1, weights(2), {"n": 2})
     found = saves.latest()
@@ -223,42 +224,32 @@ def test_a_really_full_disk(small_disk: Path) -> None:
     assert names(small_disk) == ["step_2", "step_4"]
 
 
-KILL = """
-import time
-import numpy as np
-from pathlib import Path
-from safetensors.numpy import save_file
-from fledge.orchestration import checkpoint
-def stop(*_):
-    print("kill me", flush=True); time.sleep(60)
-def write(directory):
-    save_file({{"w": np.full(8, 2.0, np.float32)}}, directory / "model.safetensors")
-    {in_write}
-{before}
-checkpoint.Checkpoints({path!r}, 1, False).save({step}, write, {{"n": 2}})
-"""
+Stop = Callable[..., None]
+Killer = Callable[[Callable[[Stop], None]], None]
 
 
-@pytest.mark.parametrize(
-    ("in_write", "before", "step"),
-    [
-        ("stop()", "", 2),
-        ("pass", "checkpoint.sync_file = stop", 2),
-        ("pass", "checkpoint._put_in_place = stop", 2),
-        ("stop()", "", 1),
-        ("pass", "checkpoint._put_in_place = stop", 1),
-    ],
-    ids=["writing", "syncing", "renaming", "rewriting", "replacing"],
-)
+def save_again(path: Path, step: int, stop: Stop | None = None) -> None:
+    def write(directory: Path) -> None:
+        weights(2)(directory)
+        if stop:
+            stop()
+
+    opened(path, keep_last=1).save(step, write, {"n": 2})
+
+
+@pytest.mark.parametrize("step", [2, 1], ids=["new", "replacing"])
+@pytest.mark.parametrize("moment", ["write", "sync_file", "_put_in_place"])
 def test_kill_in_the_middle_of_a_save_keeps_the_old(
-    tmp_path: Path,
-    run_until_killed: Callable[[str], None],
-    in_write: str,
-    before: str,
-    step: int,
+    tmp_path: Path, run_until_killed: Killer, moment: str, step: int
 ) -> None:
     opened(tmp_path).save(1, weights(1), {"n": 1})
-    run_until_killed(KILL.format(in_write=in_write, before=before, step=step, path=str(tmp_path)))
+
+    def victim(stop: Stop) -> None:
+        if moment != "write":
+            setattr(checkpoint, moment, stop)
+        save_again(tmp_path, step, stop if moment == "write" else None)
+
+    run_until_killed(victim)
     assert any(n.startswith(".tmp-") for n in names(tmp_path)), (
         "the kill came too late to test this"
     )
@@ -269,30 +260,30 @@ def test_kill_in_the_middle_of_a_save_keeps_the_old(
 
 
 def test_kill_between_the_two_renames_of_a_replacement_puts_the_old_back(
-    tmp_path: Path, run_until_killed: Callable[[str], None]
+    tmp_path: Path, run_until_killed: Killer
 ) -> None:
     opened(tmp_path).save(1, weights(1), {"n": 1})
-    before = """
-import os
-real = os.rename
-checkpoint.os.rename = lambda a, b: stop() if ".tmp-" in str(a) else real(a, b)
-"""
-    script = KILL.format(in_write="pass", before=before, step=1, path=str(tmp_path))
-    run_until_killed(script)
+    rename = os.rename
+
+    def victim(stop: Stop) -> None:
+        os.rename = lambda a, b: stop() if ".tmp-" in str(a) else rename(a, b)  # type: ignore
+        save_again(tmp_path, 1)
+
+    run_until_killed(victim)
     assert ".old-step_1" in names(tmp_path)
     found = opened(tmp_path).latest()
     assert found is not None and found.state == {"n": 1} and names(tmp_path) == ["step_1"]
 
 
-def test_kill_while_pruning_leaves_the_new_one(
-    tmp_path: Path, run_until_killed: Callable[[str], None]
-) -> None:
+def test_kill_while_pruning_leaves_the_new_one(tmp_path: Path, run_until_killed: Killer) -> None:
     opened(tmp_path).save(1, weights(1), {"n": 1})
-    before = "real = checkpoint.shutil.rmtree\n"
-    before += (
-        "checkpoint.shutil.rmtree = lambda p, **k: stop() if 'gone' in str(p) else real(p, **k)"
-    )
-    run_until_killed(KILL.format(in_write="pass", before=before, step=2, path=str(tmp_path)))
+    rmtree = shutil.rmtree
+
+    def victim(stop: Stop) -> None:
+        shutil.rmtree = lambda p, **k: stop() if "gone" in str(p) else rmtree(p, **k)  # type: ignore
+        save_again(tmp_path, 2)
+
+    run_until_killed(victim)
     found = opened(tmp_path).latest()
     assert found is not None and found.step == 2 and names(tmp_path) == ["step_2"]
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from fledge.errors import ConfigError
-from fledge.orchestration import rundir
 from fledge.orchestration.rundir import RunDir, live_lines, read_lines
 from fledge.types import Episode, Message, Outcome, Segment
 
@@ -188,7 +187,7 @@ def test_a_directory_that_cannot_be_written_is_refused(
     def refuse(*_: Any) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(rundir.os, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(ConfigError, match=r"run_dir: cannot write to .*: permission denied"):
         RunDir.open(tmp_path)
 
@@ -203,22 +202,17 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 
 
 def test_kill_releases_the_lock_and_keeps_what_was_flushed(
-    tmp_path: Path, run_until_killed: Callable[[str], None]
+    tmp_path: Path, run_until_killed: Callable[[Callable[[Any], None]], None]
 ) -> None:
-    run_until_killed(f"""
-import time
-from fledge.errors import ConfigError
-from fledge.orchestration.rundir import RunDir
-run = RunDir.open({str(tmp_path)!r})
-run.begin_attempt(None)
-run.metrics(1, {{"a": 1.0}}); run.end_step(1)
-run.metrics(2, {{"a": 2.0}})
-try:
-    RunDir.open({str(tmp_path)!r})
-except ConfigError:
-    print("kill me", flush=True)
-time.sleep(60)
-""")
+    def victim(stop: Callable[[], None]) -> None:
+        run = begun(tmp_path)
+        write_steps(run, 1)
+        run.metrics(2, {"reward/mean": 2.0})
+        with pytest.raises(ConfigError, match="in use"):
+            RunDir.open(tmp_path)
+        stop()
+
+    run_until_killed(victim)
     assert alive(tmp_path) == [(1, 1)]
     run = begun(tmp_path, resumed_from=1)
     assert run.attempt == 2

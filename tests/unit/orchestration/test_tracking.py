@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -91,6 +92,9 @@ def mlflow_points(path: Path, name: str) -> list[tuple[int, float]]:
 
 def wandb_records(path: Path) -> list[tuple[str, dict[int, float]]]:
     """Per offline file, its run id and the history of `reward/mean` by our step."""
+    # Offline, finish() may return before W&B's service has written the file; the end of a process
+    # waits for the service, and so does this.
+    importlib.import_module("wandb").teardown()
     protobuf = importlib.import_module("wandb.proto.wandb_internal_pb2")
     found = []
     for file in sorted((path / "wandb").glob("offline-run-*/run-*.wandb")):
@@ -189,7 +193,7 @@ def test_a_missing_package_is_an_error_that_says_how_to_install_it(
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return real(module)
 
-    monkeypatch.setattr(tracking.importlib, "import_module", absent)
+    monkeypatch.setattr(importlib, "import_module", absent)
     expected = rf"^tracking\.to: '{name}' is not installed; pip install 'fledge\[{name}\]'$"
     with pytest.raises(ConfigError, match=expected):
         make_trackers(TrackingConfig(to=[name]), run, VALUES, False)
@@ -232,7 +236,7 @@ def test_a_tracker_that_fails_is_warned_about_once_and_catches_up(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(tracking.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     inner, tracker = flaky(run, monkeypatch)
     tracker.log(1, {"a": 1.0})
     inner.down = False
@@ -258,8 +262,8 @@ def test_a_tracker_that_never_comes_back_does_not_stop_the_run(
 
 def test_importing_this_module_imports_no_tracker() -> None:
     script = (
-        "import sys, fledge.orchestration.tracking, fledge.orchestration.rundir as r\n"
-        "print([m for m in ('tensorboard', 'wandb', 'mlflow', 'torch') if m in sys.modules])"
+        "import sys, fledge.orchestration.tracking\n"
+        "print([m for m in ('tensorboard', 'wandb', 'mlflow') if m in sys.modules])"
     )
     path = ":".join(p for p in sys.path if p)
     done = subprocess.run(

@@ -1,0 +1,150 @@
+"""From a configuration to the objects of a run: threads, model, renderer, tasks. Bad input is refused here, before any work."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fledge.config import Resolved, TrainConfig
+from fledge.config.schema import CommonConfig, DataConfig, ModelConfig
+from fledge.data.render import make_renderer
+from fledge.data.tasks import filter_by_length, fingerprint, load_rows, split_off, to_tasks
+from fledge.envs import EnvironmentFactory, make_factory
+from fledge.errors import DataError
+from fledge.interfaces import Renderer
+from fledge.models.fingerprint import digest, module_tensors, tensor_hash
+from fledge.models.load import Policy, load_policy
+from fledge.types import Task
+
+SMALL_MODEL = 20_000_000
+"""Parameters below which more than one CPU thread makes everything slower."""
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Training and held-out tasks, and what was left out on the way."""
+
+    train: list[Task]
+    eval: list[Task]
+    duplicates: int
+    too_long: int
+    longest_prompt: int
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.train)
+
+
+def make_policy(config: CommonConfig, model: ModelConfig | None = None) -> Policy:
+    """Load the model, and settle the number of threads before anything is computed with it."""
+    torch.set_num_threads(config.threads or 1)
+    policy = load_policy(model or config.model, config.seed)
+    if not config.threads and sum(p.numel() for p in policy.model.parameters()) > SMALL_MODEL:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1)))
+    return policy
+
+
+def weights_digest(policy: Policy) -> str:
+    return digest({n: tensor_hash(t) for n, t in module_tensors(policy.model).items()})
+
+
+def make_tasks(config: TrainConfig, environment: EnvironmentFactory, policy: Policy) -> Tasks:
+    """Read, name, split and filter the tasks; refuse prompts that cannot fit the model."""
+    data = config.data
+    rows = load_rows(data.train, "data.train")
+    train = to_tasks(rows, "data.train")
+    duplicates = len(rows) - len(train)
+    train, held_out = _hold_out(data, train, config.seed)
+    renderer = make_renderer(policy.tokenizer)
+    lengths = prompt_lengths([*train, *held_out], environment, renderer, config.rollout.timeout)
+    room = policy.context - config.rollout.max_new_tokens
+    if data.max_prompt_tokens is not None:
+        kept, dropped = filter_by_length(train, lambda t: lengths.get(t.key, 0), data.max_prompt_tokens)
+        held_out, more = filter_by_length(held_out, lambda t: lengths.get(t.key, 0), data.max_prompt_tokens) if held_out else ([], 0)
+        train, too_long = kept, dropped + more
+    else:
+        too_long = 0
+    longest = max((lengths.get(t.key, 0) for t in [*train, *held_out]), default=0)
+    if longest > room:
+        key = next(t.key for t in [*train, *held_out] if lengths.get(t.key, 0) == longest)
+        raise DataError(
+            f"data.max_prompt_tokens: the prompt of task {key!r} has {longest} tokens, but the model's context of "
+            f"{policy.context} leaves {room} beside rollout.max_new_tokens={config.rollout.max_new_tokens}; "
+            f"set data.max_prompt_tokens={max(room, 1)} to filter such tasks, or lower rollout.max_new_tokens"
+        )
+    return Tasks(train, held_out, duplicates, too_long, longest)
+
+
+def _hold_out(data: DataConfig, train: list[Task], seed: int) -> tuple[list[Task], list[Task]]:
+    if data.eval is None:
+        return split_off(train, data.eval_size, seed) if data.eval_size else (train, [])
+    held_out = to_tasks(load_rows(data.eval, "data.eval"), "data.eval")
+    if data.eval_size:
+        if data.eval_size > len(held_out):
+            raise DataError(f"data.eval_size: {data.eval_size} asked for, but data.eval has {len(held_out)} tasks")
+        held_out = held_out[: data.eval_size]
+    shared = {t.key for t in train} & {t.key for t in held_out}
+    if shared:
+        raise DataError(
+            f"data.eval: {len(shared)} of its tasks are also in data.train (such as {min(shared)!r}); "
+            "an evaluation on trained tasks says nothing"
+        )
+    return train, held_out
+
+
+def prompt_lengths(
+    tasks: Sequence[Task], environment: EnvironmentFactory, renderer: Renderer, timeout: float
+) -> dict[str, int]:
+    """Tokens of each task's first prompt, for environments whose reset costs nothing."""
+
+    async def measure() -> dict[str, int]:
+        found = {}
+        for task in tasks:
+            env = environment(task)
+            if not getattr(env, "reset_is_cheap", True):
+                return {}
+            messages = await asyncio.wait_for(env.reset(), timeout)
+            await env.close()
+            found[task.key] = len(renderer.start(messages))
+        return found
+
+    return asyncio.run(measure())
+
+
+def identity(policy: Policy, data_fingerprint: str) -> dict[str, Any]:
+    """What a resumed run must share besides its configuration; taken before any training."""
+    return {
+        "data.fingerprint": data_fingerprint,
+        "model.fingerprint": policy.fingerprint(),
+        "model.weights": weights_digest(policy),
+    }
+
+
+def inert_settings(resolved: Resolved[TrainConfig]) -> list[str]:
+    """Settings that somebody made and that have no effect in this run."""
+    config, found = resolved.config, []
+    for name in config.algorithm.loss.arguments:
+        key = f"algorithm.loss.{name}"
+        if config.algorithm.loss.name == "clipped" and name in ("low", "high") and config.algorithm.updates == 1:
+            found.append(
+                f"{key} has no effect: with one update per batch the ratio is 1 and nothing is clipped; "
+                "set algorithm.epochs or algorithm.minibatches above 1, or drop it"
+            )
+    evaluates = config.data.eval is not None or config.data.eval_size
+    for name in type(config.eval).model_fields:
+        if resolved.was_set(f"eval.{name}") and not evaluates:
+            found.append(f"eval.{name} has no effect: there is nothing to evaluate on; set data.eval or data.eval_size")
+    if resolved.was_set("tracking.project") and not config.tracking.to:
+        found.append("tracking.project has no effect: tracking.to is empty")
+    if config.optim.warmup_steps >= config.steps:
+        found.append(
+            f"optim.lr={config.optim.lr:g} is never reached: optim.warmup_steps={config.optim.warmup_steps} "
+            f"is not less than steps={config.steps}"
+        )
+    return found
+
+

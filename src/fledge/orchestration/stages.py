@@ -1,0 +1,179 @@
+"""Whole commands as functions: `train`, `sft`, `evaluate`, and opening a run. The command line only prints around them.
+
+A run with a `warm_start` is two runs: a supervised one in `<run_dir>/warm_start`, and RL that begins from its export. Each
+resumes by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fledge.config import Resolved, SftConfig, TrainConfig, load_config
+from fledge.config.schema import CommonConfig, ModelConfig
+from fledge.data.render import make_renderer
+from fledge.envs import make_factory
+from fledge.errors import CheckpointError, ConfigError
+from fledge.inference import NativeEngine
+from fledge.models.load import Policy, export, restore_weights
+from fledge.orchestration.checkpoint import read_latest
+from fledge.orchestration.evaluate import Evaluation, Evaluator
+from fledge.orchestration.files import write_atomic
+from fledge.orchestration.loop import train as run_loop
+from fledge.orchestration.run import Run
+from fledge.orchestration.setup import make_policy, make_tasks
+from fledge.orchestration.sft import SftRun
+
+EXPORT = "model"
+"""The folder of a run that holds its export."""
+
+
+def train(resolved: Resolved[TrainConfig]) -> dict[str, Any]:
+    """Run or resume `fledge train`; returns the report that is also in `report.json`."""
+    began = time.monotonic()
+    before = None
+    if resolved.config.warm_start is not None:
+        before = _warm_start(resolved)
+        if before is None:
+            return {"finished": False, "step": 0}
+    run = Run(resolved, make_policy(resolved.config, _starting_model(resolved.config)))
+    with run.books as books:
+        step = asyncio.run(_run_and_close(run))
+        report: dict[str, Any] = {"finished": step == run.steps, "step": step}
+        if before is not None:
+            report["before"] = before
+        report |= {"evaluations": run.evaluations, "health": run.health.report()}
+        _finish(run.policy.policy, books.run_dir.path, report)
+        report["seconds"] = time.monotonic() - began
+        books.run_dir.write_report(report)
+        if not report["finished"]:
+            books.said_goodbye(step, f"give the same command again (run_dir={resolved.config.run_dir})")
+    return report
+
+
+async def _run_and_close(run: Run) -> int:
+    try:
+        return await run_loop(run)
+    finally:
+        await run.engine.close()
+
+
+def sft(resolved: Resolved[SftConfig]) -> dict[str, Any]:
+    """Run or resume `fledge sft`; returns the report."""
+    began = time.monotonic()
+    run = SftRun(resolved, make_policy(resolved.config))
+    with run.books as books:
+        step = asyncio.run(run.train())
+        report: dict[str, Any] = {"finished": step == resolved.config.steps, "step": step}
+        _finish(run.trainer.policy, books.run_dir.path, report)
+        report["seconds"] = time.monotonic() - began
+        books.run_dir.write_report(report)
+        if not report["finished"]:
+            books.said_goodbye(step, f"give the same command again (run_dir={resolved.config.run_dir})")
+    return report
+
+
+def _finish(policy: Policy, run_dir: Path, report: dict[str, Any]) -> None:
+    if report["finished"]:
+        export(policy, run_dir / EXPORT)
+        report["model"] = str(run_dir / EXPORT)
+
+
+def _warm_start(resolved: Resolved[TrainConfig]) -> dict[str, Any] | None:
+    """The supervised run that RL begins from. Returns the score of the model before it, or None if it was stopped early."""
+    config = resolved.config
+    folder = Path(config.run_dir) / "warm_start"
+    scored = folder / "before.json"
+    if read_latest(config.run_dir) is None:
+        if not scored.exists():
+            found = _score(config, make_policy(config, _without_adapter(config.model)))
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(scored, json.dumps(None if found is None else found.record()))
+        if not sft(_sft_config(config, folder))["finished"]:
+            return None
+    return {"evaluation": json.loads(scored.read_text())}
+
+
+def _sft_config(config: TrainConfig, folder: Path) -> Resolved[SftConfig]:
+    stage = config.warm_start
+    assert stage is not None
+    data = stage.model_dump(exclude={"steps", "optim"})
+    values = {
+        "run_dir": str(folder),
+        "seed": config.seed,
+        "steps": stage.steps,
+        "threads": config.threads,
+        "console": config.console,
+        "model": _without_adapter(config.model).model_dump(),
+        "optim": stage.optim.model_dump(),
+        "data": data,
+        "checkpoint": {"every": max(1, stage.steps // 4), "keep_last": 1},
+    }
+    return load_config(SftConfig, values, environ={})
+
+
+def _without_adapter(model: ModelConfig) -> ModelConfig:
+    return model.model_copy(update={"lora": None})
+
+
+def _starting_model(config: CommonConfig) -> ModelConfig:
+    """The model that training begins from: as configured, or what the warm start left."""
+    if getattr(config, "warm_start", None) is None:
+        return config.model
+    left = {"path": str(Path(config.run_dir) / "warm_start" / EXPORT), "random_init": False, "overrides": {}}
+    return config.model.model_copy(update=left)
+
+
+def open_run(run_dir: str | Path, overrides: Sequence[str] = ()) -> tuple[CommonConfig, Policy]:
+    """The configuration of a run and its policy as of the newest checkpoint."""
+    resolved = run_config(run_dir, overrides)
+    saved = read_latest(run_dir)
+    if saved is None:
+        raise CheckpointError(f"run {run_dir}: there is no checkpoint yet")
+    policy = make_policy(resolved.config, _starting_model(resolved.config))
+    try:
+        restore_weights(policy, saved.path / "weights")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {saved.path} cannot be loaded: {error}") from error
+    return resolved.config, policy
+
+
+def run_config(run_dir: str | Path, overrides: Sequence[str] = ()) -> Resolved[Any]:
+    """The configuration that a run directory was made with, with `overrides` on top."""
+    path = Path(run_dir) / "config.yaml"
+    if not path.exists():
+        raise ConfigError(f"run {run_dir}: no config.yaml there; name the run_dir of a run")
+    values = yaml.safe_load(path.read_text())
+    schema: type[CommonConfig] = TrainConfig if "env" in values else SftConfig
+    return load_config(schema, {**values, "run_dir": str(run_dir)}, overrides, environ={})
+
+
+def evaluate(source: str | Path, overrides: Sequence[str] = ()) -> tuple[str, Evaluation]:
+    """Score a run (its newest checkpoint) or a recipe (its starting model) on held-out tasks; with the environment's name."""
+    if (Path(source) / "config.yaml").exists():
+        config, policy = open_run(source, overrides)
+    else:
+        config = load_config(TrainConfig, source, overrides).config
+        policy = make_policy(config)
+    if not isinstance(config, TrainConfig):
+        raise ConfigError(f"run {source} is supervised, so it has no environment to be scored in; give a train run or recipe")
+    found = _score(config, policy)
+    if found is None:
+        raise ConfigError("data.eval: there is nothing to evaluate on; set data.eval or data.eval_size")
+    return config.env.name, found
+
+
+def _score(config: TrainConfig, policy: Policy) -> Evaluation | None:
+    environment = make_factory(config.env)
+    tasks = make_tasks(config, environment, policy).eval
+    if not tasks:
+        return None
+    engine = NativeEngine(policy, config.engine.cache_mb)
+    evaluator = Evaluator(config, engine, make_renderer(policy.tokenizer), environment, tasks)
+    return asyncio.run(evaluator())

@@ -1,0 +1,5 @@
+"""The Generator: turns a task into a group of finished, scored, token-exact episodes."""
+
+from fledge.rollout.generator import EpisodeGenerator
+
+__all__ = ["EpisodeGenerator"]

@@ -1,0 +1,142 @@
+"""Playing episodes: ask the environment, let the engine answer, score the reply. One turn per episode.
+
+Tokens are kept exactly as the engine sampled them; the text that the environment sees is a view. A failure of the environment is
+never a reward: it is retried, then the episode is set aside with its outcome. Only a reward that is not a number stops the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from fledge.errors import FledgeError, PluginError, RewardError
+from fledge.interfaces import Environment, InferenceEngine, Renderer
+from fledge.types import Completion, Episode, Group, Message, Outcome, Sampling, Segment, Step, Task
+
+T = TypeVar("T")
+BACK_OFF = 0.5
+"""Seconds before the first retry; each further one waits twice as long."""
+
+
+class _Failed(Exception):
+    """An environment's failure, attributed to the boundary where it happened."""
+
+    def __init__(self, outcome: Outcome, message: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True)
+class EpisodeGenerator:
+    """Plays n single-turn episodes of a task at once.
+
+    `timeout` bounds each call of the environment, `retries` how often a failed episode is played again.
+    """
+
+    engine: InferenceEngine
+    renderer: Renderer
+    environment: Callable[[Task], Environment]
+    sampling: Sampling
+    timeout: float = 120.0
+    retries: int = 2
+
+    async def generate(self, task: Task, n: int, *, epoch: int, seed: int) -> Group:
+        played = await asyncio.gather(*(self._until_usable(task, i, seed + i) for i in range(n)))
+        failed = [e for e in played if not e.outcome.usable]
+        return Group(
+            task=task,
+            epoch=epoch,
+            episodes=tuple(e for e in played if e.outcome.usable),
+            dropped=Counter(e.outcome.value for e in failed),
+            discarded=tuple(failed),
+        )
+
+    async def _until_usable(self, task: Task, index: int, seed: int) -> Episode:
+        # The session opens before the first wait, so the engine knows of every episode from the start.
+        with self.engine.session() as session:
+            for attempt in range(self.retries + 1):
+                if attempt:
+                    await asyncio.sleep(BACK_OFF * 2 ** (attempt - 1))
+                episode = await self._play(task, index, replace(self.sampling, seed=seed), session)
+                if episode.outcome.usable:
+                    break
+            return episode
+
+    async def _play(self, task: Task, index: int, sampling: Sampling, session: int) -> Episode:
+        env: Environment | None = None
+        try:
+            env = self.environment(task)
+            asked = await self._call(env.reset(), Outcome.INFRA_ABORT, "reset")
+            prompt = self.renderer.start(asked)
+            completion = await self.engine.generate(prompt, sampling, session)
+            reply = self.renderer.parse(completion.token_ids)
+            step = await self._call(env.step(reply), Outcome.GRADER_ERROR, "step")
+            return _finished(task, index, prompt, completion, [*asked, reply], check_step(step, env, task))
+        except _Failed as failure:
+            return Episode(task.key, index, (), (), failure.outcome, (), error=str(failure))
+        finally:
+            if env is not None:
+                await _close(env, self.timeout)
+
+    async def _call(self, work: Awaitable[T], outcome: Outcome, what: str) -> T:
+        """Await one call of the environment; whatever goes wrong there is attributed, not raised."""
+        try:
+            return await asyncio.wait_for(work, self.timeout)
+        except TimeoutError:
+            raise _Failed(
+                Outcome.TIME_LIMIT, f"{what} took longer than rollout.timeout={self.timeout:g} s"
+            ) from None
+        except FledgeError:
+            raise
+        except Exception as error:
+            raise _Failed(outcome, f"{what}: {type(error).__name__}: {error}") from error
+
+
+def check_step(step: Step, env: Environment, task: Task) -> Step:
+    """A step that training may trust: a finite reward, and an episode that is over."""
+    name = type(env).__name__
+    if not isinstance(step, Step):
+        raise PluginError(f"env: {name}.step returned {type(step).__name__}, it must return a Step")
+    reward = step.reward
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise RewardError(
+            f"env: {name} gave the reward {reward!r} for task {task.key!r}; it must be a finite number"
+        )
+    if not (step.terminated or step.truncated):
+        raise PluginError(f"env: {name} asks for a second turn; this generator plays one turn per episode")
+    return step
+
+
+def _finished(
+    task: Task, index: int, prompt: list[int], completion: Completion, messages: list[Message], step: Step
+) -> Episode:
+    context = len(prompt)
+    sampled = len(completion.token_ids)
+    segment = Segment(
+        token_ids=(*prompt, *completion.token_ids),
+        logps=(*([0.0] * context), *completion.logps),
+        trained=(*([False] * context), *([True] * sampled)),
+        versions=(*([-1] * context), *completion.versions),
+    )
+    cut = step.truncated or completion.stop_reason == "length"
+    return Episode(
+        task_key=task.key,
+        index=index,
+        segments=(segment,),
+        rewards=(float(step.reward),),
+        outcome=Outcome.TRUNCATED if cut else Outcome.OK,
+        messages=tuple(messages),
+        info=step.info,
+    )
+
+
+async def _close(env: Environment, timeout: float) -> None:
+    """Closing must not change what happened: a failure there is the environment's own affair."""
+    try:
+        await asyncio.wait_for(env.close(), timeout)
+    except Exception:
+        return

@@ -1,0 +1,165 @@
+"""A run that is killed, in whatever phase, ends exactly where an undisturbed run ends."""
+
+import json
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from fledge.config import TrainConfig, load_config
+from fledge.log import Clock
+from fledge.orchestration import train
+from fledge.orchestration.rundir import live_lines
+
+STEPS, TASKS, GROUPS, SAMPLES = 20, 14, 4, 3
+PHASES = ("generate", "score", "backward", "step", "publish", "save")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with a data set, a reward function, and the result of an undisturbed run."""
+    folder = tmp_path_factory.mktemp("resume")
+    rows = [{"id": str(i), "prompt": f"{i}+{i + 7}"} for i in range(TASKS)]
+    (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "vowels.py").write_text(
+        "def score(prompt, response, meta):\n    return sum(c in 'aeiou0123' for c in response) / 4\n"
+    )
+    before = Path.cwd()
+    os.chdir(folder)
+    run(folder / "straight")
+    yield folder
+    os.chdir(before)
+
+
+def run(folder, *overrides, kill=None):
+    """Train in a forked process, which `kill(phase)` may end with SIGKILL; returns how it ended."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            if kill is not None:
+                listen_to_every_clock(kill)
+            train(config(folder, *overrides))
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def config(folder, *overrides):
+    recipe = {
+        "run_dir": str(folder),
+        "steps": STEPS,
+        "console": "quiet",
+        "env": {"name": "reward", "function": "vowels:score"},
+        "model": {
+            "random_init": True,
+            "overrides": {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2},
+        },
+        "data": {"train": "tasks.jsonl", "eval_size": 2},
+        "rollout": {"group_size": SAMPLES, "groups_per_step": GROUPS, "max_new_tokens": 6},
+        "algorithm": {"name": "reinforce", "kl_coef": 0.01},
+        "optim": {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 3},
+        "eval": {"every": 7},
+        "checkpoint": {"every": 3},
+    }
+    return load_config(TrainConfig, recipe, overrides, environ={})
+
+
+def listen_to_every_clock(listener):
+    make = Clock.__init__
+
+    def patched(self):
+        make(self)
+        self.listeners.append(listener)
+
+    Clock.__init__ = patched
+
+
+def at_occurrence(phase, number):
+    seen = Counter()
+
+    def kill(name):
+        seen[name] += 1
+        if name == phase and seen[name] == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return kill
+
+
+def after_a_while(seconds):
+    armed = []
+
+    def kill(name):
+        if not armed:
+            armed.append(True)
+            # A real SIGKILL out of nowhere: the alarm's default action would be SIGALRM's, so it is replaced.
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    return kill
+
+
+def result(folder):
+    """Everything that must be equal: final weights and optimiser by content, metrics but for times."""
+    last = Path(folder) / "checkpoints" / f"step_{STEPS}"
+    files = ("weights/model.safetensors", "optimizer.safetensors")
+    tensors = {name: (last / name).read_bytes() for name in files}
+    metrics = []
+    for line in live_lines(folder, "metrics"):
+        timed = ("time", "perf/", "attempt")
+        metrics.append({k: v for k, v in line.items() if not k.startswith(timed)})
+    return tensors, metrics
+
+
+def assert_same_as_straight(workplace, folder):
+    tensors, metrics = result(folder)
+    expected_tensors, expected_metrics = result(workplace / "straight")
+    assert metrics == expected_metrics
+    assert tensors == expected_tensors
+    trained = Counter(
+        (line["epoch"], line["task_key"], line["index"]) for line in live_lines(folder, "episodes")
+    )
+    assert set(trained.values()) == {1}
+    assert len(trained) == STEPS * GROUPS * SAMPLES
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_killed_in_a_phase(workplace, phase):
+    folder = workplace / f"killed-in-{phase}"
+    number = 3 if phase == "save" else 11
+    assert run(folder, kill=at_occurrence(phase, number)) == -signal.SIGKILL
+    assert run(folder) == 0
+    assert_same_as_straight(workplace, folder)
+
+
+def test_killed_again_and_again_at_random_moments(workplace):
+    folder = workplace / "killed-at-random"
+    dice = random.Random(0)
+    ends = [run(folder, kill=after_a_while(dice.uniform(0.05, 0.9))) for _ in range(6)]
+    assert -signal.SIGKILL in ends
+    assert run(folder) == 0
+    assert_same_as_straight(workplace, folder)
+
+
+def test_resumed_at_an_epoch_boundary(workplace):
+    # 12 tasks and 4 groups a step: epoch 1 begins with step 4, right after the checkpoint of step 3.
+    folder = workplace / "killed-at-epoch"
+    assert run(folder, kill=at_occurrence("generate", 4)) == -signal.SIGKILL
+    assert run(folder) == 0
+    assert_same_as_straight(workplace, folder)
+    epochs = {line["step"]: line["epoch"] for line in live_lines(folder, "episodes")}
+    assert epochs[3] == 0 and epochs[4] == 1
+
+
+def test_more_steps_continue_a_finished_run(workplace):
+    folder = workplace / "longer"
+    assert run(folder, "steps=9", "optim.schedule=constant") == 0
+    assert run(folder, "steps=12", "optim.schedule=constant") == 0
+    straight = workplace / "longer-straight"
+    assert run(straight, "steps=12", "optim.schedule=constant") == 0
+    weights = "checkpoints/step_12/weights/model.safetensors"
+    assert (folder / weights).read_bytes() == (straight / weights).read_bytes()
