@@ -1,8 +1,9 @@
-"""Runs the slow tests one by one and prints a table. Resumable: what passed on the same sources is not run again.
+"""Runs the slow tests one by one and prints a table. Resumable: what passed on the same sources is
+not run again.
 
-    python scripts/slow.py            all that has not passed yet
-    python scripts/slow.py resume     only tests whose name contains `resume`
-    python scripts/slow.py --again    everything, whatever passed before
+python scripts/slow.py            all that has not passed yet
+python scripts/slow.py resume     only tests whose name contains `resume`
+python scripts/slow.py --again    everything, whatever passed before
 """
 
 from __future__ import annotations

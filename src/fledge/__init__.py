@@ -1,6 +1,8 @@
-"""fledge: reinforcement-learning post-training for language models that refuses to be silently wrong.
+"""fledge: reinforcement-learning post-training for language models that refuses to be silently
+wrong.
 
-Everything the command line does is a function here. Heavy parts load on first use, so `import fledge` stays light.
+Everything the command line does is a function here. Heavy parts load on first use, so `import
+fledge` stays light.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The verbs, on one page: what each part must do to be replaceable. Protocols only; nothing here runs.
+"""The verbs, on one page: what each part must do to be replaceable. Protocols only; nothing here
+runs.
 
-`Batch` and `Loss` carry tensors, so they are opaque here; their real types live in `fledge.data.batch` and `fledge.algorithms`.
+`Batch` and `Loss` carry tensors, so they are opaque here; their real types live in
+`fledge.data.batch` and `fledge.algorithms`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ Batch = Any
 """`fledge.data.batch.Batch`: packed token columns."""
 
 Loss = Callable[[Any], tuple[Any, Mapping[str, Any]]]
-"""`(Tokens) -> (one loss per trained token, statistics per token)`; see `fledge.algorithms.losses`."""
+"""`(Tokens) -> (one loss per trained token, statistics per token)`; see `fledge.algorithms.losses`.
+"""
 
 AdvantageOfGroup = Callable[[Sequence[Any]], list[float]]
 """`(episodes of one task) -> one advantage per episode`."""
@@ -36,7 +39,8 @@ class Environment(Protocol):
 class Renderer(Protocol):
     """Messages to tokens and back, exactly.
 
-    `extend` returns ids that start with `previous` unchanged, or None, which opens a new segment: never a silent re-render.
+    `extend` returns ids that start with `previous` unchanged, or None, which opens a new segment:
+    never a silent re-render.
     """
 
     @property
@@ -49,31 +53,38 @@ class Renderer(Protocol):
     def parse(self, completion: Sequence[int]) -> Message: ...
 
     def encode(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """A finished conversation, and for each token whether an assistant would have sampled it."""
+        """A finished conversation, and for each token whether an assistant would have sampled it.
+        """
         ...
 
 
 class InferenceEngine(Protocol):
     """Token ids in, token ids out, with log-probs and the weight version of each token."""
 
-    version: int
+    @property
+    def version(self) -> int: ...
 
     def session(self) -> AbstractContextManager[int]:
-        """Announce an episode. Requests of sessions run in waves that do not depend on time; see `generate`."""
+        """Announce an episode. Requests of sessions run in waves that do not depend on time; see
+        `generate`.
+        """
         ...
 
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, session: int | None = None
     ) -> Completion: ...
 
-    def stream(self, token_ids: Sequence[int], sampling: Sampling) -> AsyncIterator[tuple[int, float]]: ...
+    def stream(
+        self, token_ids: Sequence[int], sampling: Sampling
+    ) -> AsyncIterator[tuple[int, float]]: ...
 
     async def pause(self) -> None: ...
 
     async def resume(self) -> None: ...
 
     async def update(self, version: int) -> None:
-        """From now on tokens are of `version`; nothing computed under another version may be read."""
+        """From now on tokens are of `version`; nothing computed under another version may be read.
+        """
         ...
 
     def fingerprint(self) -> Mapping[str, str]:

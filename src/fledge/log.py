@@ -1,8 +1,9 @@
-"""Time spans and events: who did what when. Listeners may watch; nothing here prints or writes by itself.
+"""Time spans and events: who did what when. Listeners may watch; nothing here prints or writes by
+itself.
 
-A span is a named phase of the run (`generate`, `score`, `backward`, `step`, `publish`, `save`, ...). `Clock` adds up the
-seconds per phase between two readings and tells listeners when a phase begins, which is how the console shows what is
-going on and how a stall is given a name.
+A span is a named phase of the run (`generate`, `score`, `backward`, `step`, `publish`, `save`,
+...). `Clock` adds up the seconds per phase between two readings and tells listeners when a phase
+begins, which is how the console shows what is going on and how a stall is given a name.
 """
 
 from __future__ import annotations

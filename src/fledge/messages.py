@@ -1,4 +1,5 @@
-"""Reading messages out of rows: the one place where a prompt in a file becomes `Message` records."""
+"""Reading messages out of rows: the one place where a prompt in a file becomes `Message` records.
+"""
 
 from __future__ import annotations
 

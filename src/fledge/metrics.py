@@ -1,7 +1,8 @@
 """Names and arithmetic of metrics: token-weighted means, maxima, and what a step of episodes says.
 
-A `Ledger` adds up per-token statistics across micro-batches, so that a metric never depends on how the batch was cut.
-Names that end in `_max` or `_min` keep the extreme; all others are means over the tokens they were recorded for.
+A `Ledger` adds up per-token statistics across micro-batches, so that a metric never depends on how
+the batch was cut. Names that end in `_max` or `_min` keep the extreme; all others are means over
+the tokens they were recorded for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ class Ledger:
     """Means and extremes over everything recorded since the last `drain`.
 
     >>> ledger = Ledger()
-    >>> ledger.add("policy/entropy", total=3.0, count=2); ledger.add("policy/entropy", total=1.0, count=2)
+    >>> ledger.add("policy/entropy", total=3.0, count=2); ledger.add("policy/entropy", total=1.0,
+    count=2)
     >>> ledger.extreme("mismatch/abs_logp_max", 0.5); ledger.extreme("mismatch/abs_logp_max", 0.2)
     >>> ledger.drain()
     {'policy/entropy': 1.0, 'mismatch/abs_logp_max': 0.5}
@@ -54,7 +56,9 @@ def rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     found = {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
-        "group/zero_std_frac": fmean(float(len({e.reward for e in g.episodes}) <= 1) for g in groups),
+        "group/zero_std_frac": fmean(
+            float(len({e.reward for e in g.episodes}) <= 1) for g in groups
+        ),
         "response/len_mean": fmean(lengths),
         "response/truncated_frac": fmean(float(e.outcome is Outcome.TRUNCATED) for e in episodes),
         "turns/mean": fmean(len(e.rewards) for e in episodes),
@@ -62,7 +66,9 @@ def rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
         "stale/versions_max": float(max(lags, default=0)),
     }
     for outcome in Outcome:
-        found[f"outcome/{outcome.value}_frac"] = fmean(float(e.outcome is outcome) for e in everything)
+        found[f"outcome/{outcome.value}_frac"] = fmean(
+            float(e.outcome is outcome) for e in everything
+        )
     found |= _info_means(e.info for e in episodes)
     return found
 
@@ -77,7 +83,8 @@ def _info_means(infos: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def pass_at_k(correct: int, n: int, k: int) -> float:
-    """Unbiased chance that one of k samples drawn from n, of which `correct` are right, is right (arXiv:2107.03374).
+    """Unbiased chance that one of k samples drawn from n, of which `correct` are right, is right
+    (arXiv:2107.03374).
 
     >>> pass_at_k(correct=1, n=4, k=2)
     0.5

@@ -1,7 +1,9 @@
-"""Extension by name: `"my_package.my_module:thing"`, a key of a built-in dict, or a function object.
+"""Extension by name: `"my_package.my_module:thing"`, a key of a built-in dict, or a function
+object.
 
-`resolve` finds the object, `check_arguments` validates the arguments a recipe gives it against its typed signature,
-and `bind` does both. Nothing is registered at import time and nothing is imported until it is used.
+`resolve` finds the object, `check_arguments` validates the arguments a recipe gives it against its
+typed signature, and `bind` does both. Nothing is registered at import time and nothing is imported
+until it is used.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def nearest(name: str, known: list[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def resolve(spec: str | Callable[..., Any], builtins: Mapping[str, Callable[..., Any]], key: str) -> Callable[..., Any]:
+def resolve(
+    spec: str | Callable[..., Any], builtins: Mapping[str, Callable[..., Any]], key: str
+) -> Callable[..., Any]:
     """The callable behind `spec`; `key` is the configuration key that an error names."""
     if callable(spec):
         return spec
@@ -35,7 +39,8 @@ def resolve(spec: str | Callable[..., Any], builtins: Mapping[str, Callable[...,
     if ":" not in spec:
         known = sorted(builtins)
         raise PluginError(
-            f"{key}: {spec!r} is not built in{nearest(spec, known)} (built in: {', '.join(known) or 'none'}; "
+            f"{key}: {spec!r} is not built in{nearest(spec, known)} (built in: "
+            f"{', '.join(known) or 'none'}; "
             f'or name your own as "module:name")'
         )
     module_name, _, attribute = spec.partition(":")
@@ -45,12 +50,16 @@ def resolve(spec: str | Callable[..., Any], builtins: Mapping[str, Callable[...,
             raise PluginError(f"{key}: {spec!r}: module {module_name!r} has no {attribute!r}")
         found = getattr(found, part)
     if not callable(found):
-        raise PluginError(f"{key}: {spec!r} is a {type(found).__name__}, not something that can be called")
-    return found
+        raise PluginError(
+            f"{key}: {spec!r} is a {type(found).__name__}, not something that can be called"
+        )
+    function: Callable[..., Any] = found
+    return function
 
 
 def _import(module_name: str, spec: str, key: str) -> Any:
-    # A console script does not have the working directory on its path, but that is where users keep their reward functions.
+    # A console script does not have the working directory on its path, but that is where users keep
+    # their reward functions.
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -59,7 +68,9 @@ def _import(module_name: str, spec: str, key: str) -> Any:
     except ImportError as error:
         raise PluginError(f"{key}: cannot import {module_name!r} for {spec!r}: {error}") from error
     except Exception as error:
-        raise PluginError(f"{key}: importing {module_name!r} for {spec!r} failed: {type(error).__name__}: {error}") from error
+        raise PluginError(
+            f"{key}: importing {module_name!r} for {spec!r} failed: {type(error).__name__}: {error}"
+        ) from error
 
 
 def check_positional(function: Callable[..., Any], names: tuple[str, ...], key: str) -> None:
@@ -69,12 +80,17 @@ def check_positional(function: Callable[..., Any], names: tuple[str, ...], key: 
         signature.bind(*names)
     except TypeError:
         raise PluginError(
-            f"{key}: {_name(function)}{signature} cannot be called as {_name(function)}({', '.join(names)})"
+            f"{key}: {_name(function)}{signature} cannot be called as "
+            f"{_name(function)}({', '.join(names)})"
         ) from None
 
 
-def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], key: str, positional: int = 0) -> dict[str, Any]:
-    """The arguments, validated and converted by the signature after its first `positional` parameters."""
+def check_arguments(
+    function: Callable[..., Any], arguments: Mapping[str, Any], key: str, positional: int = 0
+) -> dict[str, Any]:
+    """The arguments, validated and converted by the signature after its first `positional`
+    parameters.
+    """
     parameters = list(_signature(function, key).parameters.values())[positional:]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     typed = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -92,7 +108,9 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
         checked[name] = _convert(hints.get(name, Any), value, f"{key}.{name}")
     missing = [n for n, p in typed.items() if p.default is p.empty and n not in checked]
     if missing:
-        raise PluginError(f"{key}.{missing[0]}: {_name(function)} needs this argument; set it in the recipe")
+        raise PluginError(
+            f"{key}.{missing[0]}: {_name(function)} needs this argument; set it in the recipe"
+        )
     return checked
 
 
@@ -104,7 +122,9 @@ def bind(
     positional: tuple[str, ...] = (),
     arguments: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Resolve, check the signature, and fix the recipe's arguments: what is left takes `positional`."""
+    """Resolve, check the signature, and fix the recipe's arguments: what is left takes
+    `positional`.
+    """
     function = resolve(spec, builtins, key)
     checked = check_arguments(function, arguments or {}, key, len(positional))
     bound = functools.partial(function, **checked) if checked else function
@@ -114,7 +134,9 @@ def bind(
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
     try:
-        return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
+        return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(
+            value
+        )
     except ValidationError as error:
         raise PluginError(f"{key}: {error.errors()[0]['msg']} (got {value!r})") from None
 
@@ -131,7 +153,9 @@ def _signature(function: Callable[..., Any], key: str) -> inspect.Signature:
     try:
         return inspect.signature(function)
     except (ValueError, TypeError):
-        raise PluginError(f"{key}: {_name(function)} has no readable signature; wrap it in a plain function") from None
+        raise PluginError(
+            f"{key}: {_name(function)} has no readable signature; wrap it in a plain function"
+        ) from None
 
 
 def _name(function: Callable[..., Any]) -> str:

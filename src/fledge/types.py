@@ -1,7 +1,8 @@
 """The nouns: frozen records that pass between the parts. No torch, no behaviour beyond views.
 
-Token columns (`token_ids`, `logps`, `trained`, `versions`) always have one entry per token and are aligned
-with the token they describe: `logps[t]` is the log-probability of `token_ids[t]` given everything before it.
+Token columns (`token_ids`, `logps`, `trained`, `versions`) always have one entry per token and are
+aligned with the token they describe: `logps[t]` is the log-probability of `token_ids[t]` given
+everything before it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def assistant(content: str) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to do: what an environment is built from. `key` is stable across runs and names it in every log.
+    """One thing to do: what an environment is built from. `key` is stable across runs and names it
+    in every log.
 
     >>> Task("34+57", {"prompt": "34+57", "answer": "91"}).data["answer"]
     '91'
@@ -96,10 +98,12 @@ class Sampling:
 class Completion:
     """Tokens that an engine sampled for one request.
 
-    The sampled stop token is part of it; the text of a stop string is, too. `logps` belong to the distribution sampled from,
-    `plain_logps` to the softmax at temperature 1; `versions[t]` is the weight version that produced token t.
+    The sampled stop token is part of it; the text of a stop string is, too. `logps` belong to the
+    distribution sampled from, `plain_logps` to the softmax at temperature 1; `versions[t]` is the
+    weight version that produced token t.
 
-    >>> c = Completion(token_ids=(9, 1, 2), logps=(-0.1, -0.2, -0.0), plain_logps=(-0.1, -0.2, -0.0),
+    >>> c = Completion(token_ids=(9, 1, 2), logps=(-0.1, -0.2, -0.0), plain_logps=(-0.1, -0.2,
+    -0.0),
     ...                versions=(3, 3, 3), stop_reason="stop")
     >>> len(c.token_ids), c.stop_reason
     (3, 'stop')
@@ -116,7 +120,8 @@ class Outcome(StrEnum):
     """How an episode ended. A failed rollout is data, never a reward of 0.
 
     `ok` and `truncated` are trained on; a `policy_error` keeps the reward the environment gave it;
-    `infra_abort`, `grader_error` and `time_limit` are retried, then dropped from their group and counted.
+    `infra_abort`, `grader_error` and `time_limit` are retried, then dropped from their group and
+    counted.
     """
 
     OK = "ok"
@@ -135,9 +140,11 @@ class Outcome(StrEnum):
 class Segment:
     """An exact run of tokens, as the engine saw and sampled them.
 
-    Only sampled tokens are trained; `logps` is 0 and `versions` is -1 where a token was not sampled.
+    Only sampled tokens are trained; `logps` is 0 and `versions` is -1 where a token was not
+    sampled.
 
-    >>> s = Segment(token_ids=(5, 6, 7, 1), logps=(0.0, 0.0, -0.7, -0.1), trained=(False, False, True, True),
+    >>> s = Segment(token_ids=(5, 6, 7, 1), logps=(0.0, 0.0, -0.7, -0.1), trained=(False, False,
+    True, True),
     ...             versions=(-1, -1, 4, 4))
     >>> sum(s.trained)
     2
@@ -150,7 +157,9 @@ class Segment:
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
-        assert len(self.logps) == len(self.trained) == len(self.versions) == n, "columns differ in length"
+        assert len(self.logps) == len(self.trained) == len(self.versions) == n, (
+            "columns differ in length"
+        )
         assert not any(t and v < 0 for t, v in zip(self.trained, self.versions, strict=True)), (
             "a token that was not sampled is marked as trained"
         )
@@ -160,7 +169,8 @@ class Segment:
 class Episode:
     """One finished attempt at a task: exact tokens, rewards per turn, and how it ended.
 
-    `index` is its place in the group; `messages` is the readable view, `segments` is what is trained.
+    `index` is its place in the group; `messages` is the readable view, `segments` is what is
+    trained.
 
     >>> Episode("34+57", 0, segments=(), rewards=(0.0, 1.0), outcome=Outcome.OK, messages=()).reward
     1.0
@@ -186,10 +196,11 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The episodes of one task that a baseline may compare. Dropped ones are gone from `episodes` but counted.
+    """The episodes of one task that a baseline may compare. Dropped ones are gone from `episodes`
+    but counted.
 
-    >>> Group(Task("t", {}), epoch=0, episodes=(), dropped={"infra_abort": 1}).dropped["infra_abort"]
-    1
+    >>> Group(Task("t", {}), epoch=0, episodes=(), dropped={"infra_abort":
+    1}).dropped["infra_abort"] 1
     """
 
     task: Task
@@ -203,11 +214,11 @@ class Group:
 class Sample:
     """One sequence as the trainer packs it: a segment with what the algorithm made of its episode.
 
-    `weights` is the per-token weight of a supervised loss, 1.0 in RL.
-    `group` and `sequence` say which prompt and which row of the batch it belongs to, for the reductions.
+    `weights` is the per-token weight of a supervised loss, 1.0 in RL. `group` and `sequence` say
+    which prompt and which row of the batch it belongs to, for the reductions.
 
-    >>> Sample(token_ids=(5, 6, 7), trained=(False, True, True), logps=(0.0, -0.1, -0.2), advantage=0.5).advantage
-    0.5
+    >>> Sample(token_ids=(5, 6, 7), trained=(False, True, True), logps=(0.0, -0.1, -0.2),
+    advantage=0.5).advantage 0.5
     """
 
     token_ids: tuple[int, ...]

@@ -25,7 +25,8 @@ def workplace(tmp_path_factory):
     rows = [{"id": str(i), "prompt": f"{i}+{i + 7}"} for i in range(TASKS)]
     (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "vowels.py").write_text(
-        "def score(prompt, response, meta):\n    return sum(c in 'aeiou0123' for c in response) / 4\n"
+        "def score(prompt, response, meta):\n    return sum(c in 'aeiou0123' for c in response) / "
+        "4\n"
     )
     before = Path.cwd()
     os.chdir(folder)
@@ -96,7 +97,8 @@ def after_a_while(seconds):
     def kill(name):
         if not armed:
             armed.append(True)
-            # A real SIGKILL out of nowhere: the alarm's default action would be SIGALRM's, so it is replaced.
+            # A real SIGKILL out of nowhere: the alarm's default action would be SIGALRM's, so it is
+            # replaced.
             signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
             signal.setitimer(signal.ITIMER_REAL, seconds)
 
@@ -104,7 +106,7 @@ def after_a_while(seconds):
 
 
 def result(folder):
-    """Everything that must be equal: final weights and optimiser by content, metrics but for times."""
+    """All that must be equal: final weights and optimiser by content, metrics but for times."""
     last = Path(folder) / "checkpoints" / f"step_{STEPS}"
     files = ("weights/model.safetensors", "optimizer.safetensors")
     tensors = {name: (last / name).read_bytes() for name in files}
@@ -146,7 +148,8 @@ def test_killed_again_and_again_at_random_moments(workplace):
 
 
 def test_resumed_at_an_epoch_boundary(workplace):
-    # 12 tasks and 4 groups a step: epoch 1 begins with step 4, right after the checkpoint of step 3.
+    # 12 tasks and 4 groups a step: epoch 1 begins with step 4, right after the checkpoint of step
+    # 3.
     folder = workplace / "killed-at-epoch"
     assert run(folder, kill=at_occurrence("generate", 4)) == -signal.SIGKILL
     assert run(folder) == 0

@@ -1,4 +1,6 @@
-"""Pure math: estimators, losses, reductions. Needs L0 and torch only; every backend calls the same functions."""
+"""Pure math: estimators, losses, reductions. Needs L0 and torch only; every backend calls the same
+functions.
+"""
 
 from fledge.algorithms.advantages import ADVANTAGES
 from fledge.algorithms.algorithm import Algorithm, make_algorithm, supervised

@@ -1,7 +1,8 @@
 """Advantage estimators: from the rewards of episodes to one number per episode. Pure functions.
 
-A group function `(episodes of one task) -> list[float]` is applied group by group. An estimator with memory is a class with
-`__call__(groups) -> list[list[float]]`, `state()` and `restore(state)`; its state is part of the checkpoint.
+A group function `(episodes of one task) -> list[float]` is applied group by group. An estimator
+with memory is a class with `__call__(groups) -> list[list[float]]`, `state()` and `restore(state)`;
+its state is part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from fledge.types import Episode, Group
 
 
 def grpo(group: Sequence[Episode], *, scale_by_std: bool = True) -> list[float]:
-    r"""Group-relative: $A_i = (r_i - \\bar r) / (\\mathrm{std} + 10^{-6})$, std unbiased (arXiv:2402.03300).
+    r"""Group-relative: $A_i = (r_i - \\bar r) / (\\mathrm{std} + 10^{-6})$, std unbiased
+    (arXiv:2402.03300).
 
-    `scale_by_std=False` is Dr. GRPO (arXiv:2503.20783). A group of one, or one without spread, says nothing: all zeros.
+    `scale_by_std=False` is Dr. GRPO (arXiv:2503.20783). A group of one, or one without spread, says
+    nothing: all zeros.
     """
     rewards = [e.reward for e in group]
     if len(rewards) < 2 or min(rewards) == max(rewards):
@@ -27,7 +30,8 @@ def grpo(group: Sequence[Episode], *, scale_by_std: bool = True) -> list[float]:
 
 
 class Reinforce:
-    r"""REINFORCE: $A_i = r_i - b$, with b a running average of earlier batch means (0 before the first batch).
+    r"""REINFORCE: $A_i = r_i - b$, with b a running average of earlier batch means (0 before the
+    first batch).
 
     The baseline never contains the batch it is subtracted from, so it does not bias the gradient.
     """

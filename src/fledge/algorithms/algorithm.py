@@ -1,4 +1,6 @@
-"""An algorithm is a bundle: an estimator, a loss with its side terms, a reduction, and how often a batch is used."""
+"""An algorithm is a bundle: an estimator, a loss with its side terms, a reduction, and how often a
+batch is used.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from fledge.types import Group
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What the loop needs to know; built once from the configuration, free of `if`s about it afterwards."""
+    """What the loop needs to know; built once from the configuration, free of `if`s about it
+    afterwards.
+    """
 
     advantages: Callable[[Sequence[Group]], list[list[float]]]
     policy_loss: Callable[[Tokens], tuple[Tensor, Stats]]
@@ -32,11 +36,14 @@ class Algorithm:
     entropy_coef: float = 0.0
 
     def loss(self, x: Tokens) -> tuple[Tensor, Stats]:
-        """Policy loss plus the side terms that are switched on; each term is reported under `term/`."""
+        """Policy loss plus the side terms that are switched on; each term is reported under
+        `term/`.
+        """
         loss, stats = self.policy_loss(x)
         if loss.shape != x.logp.shape:
             raise PluginError(
-                f"algorithm.loss: returned shape {tuple(loss.shape)}, expected one number per token "
+                f"algorithm.loss: returned shape {tuple(loss.shape)}, expected one number per "
+                "token "
                 f"{tuple(x.logp.shape)}"
             )
         stats = {"term/policy": loss.detach().abs(), **stats}
@@ -60,7 +67,9 @@ class Algorithm:
                     f"episodes of task {group.task.key!r}"
                 )
             if any(v != v or abs(v) == float("inf") for v in values):
-                raise TrainingError(f"algorithm.advantage: not finite for task {group.task.key!r}: {values}")
+                raise TrainingError(
+                    f"algorithm.advantage: not finite for task {group.task.key!r}: {values}"
+                )
         return found
 
     def state(self) -> dict[str, Any]:
@@ -76,12 +85,17 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
     if config.kl_coef:
         needs.add("ref_logp")
     if config.updates > 1:
-        # With one update per batch the engine's own log-probs are the anchor, and a pass over the batch is saved.
+        # With one update per batch the engine's own log-probs are the anchor, and a pass over the
+        # batch is saved.
         needs.add("old_logp")
     return Algorithm(
         advantages=_advantages(config),
         policy_loss=bind(
-            config.loss.name, LOSSES, "algorithm.loss", positional=("tokens",), arguments=config.loss.arguments
+            config.loss.name,
+            LOSSES,
+            "algorithm.loss",
+            positional=("tokens",),
+            arguments=config.loss.arguments,
         ),
         reduction=config.reduction,
         needs=frozenset(needs),
@@ -96,9 +110,10 @@ def _advantages(config: AlgorithmConfig) -> Callable[[Sequence[Group]], list[lis
     key, spec = "algorithm.advantage", config.advantage
     found = resolve(spec.name, ADVANTAGES, key)
     if inspect.isclass(found):
-        estimator = found(**check_arguments(found, spec.arguments, key))
+        made: Any = found
+        estimator: Callable[..., Any] = made(**check_arguments(found, spec.arguments, key))
         check_positional(estimator, ("groups",), key)
-        return estimator  # type: ignore[no-any-return]
+        return estimator
     of_group = bind(found, {}, key, positional=("group",), arguments=spec.arguments)
     return lambda groups: [list(of_group(g.episodes)) for g in groups]
 

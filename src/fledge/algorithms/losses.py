@@ -1,4 +1,5 @@
-"""Policy losses: `(Tokens) -> (one loss per trained token, statistics)`. Pure; they never mask and never reduce.
+"""Policy losses: `(Tokens) -> (one loss per trained token, statistics)`. Pure; they never mask and
+never reduce.
 
 `fledge.algorithms.reduce` turns the per-token loss into one number, once for all losses.
 """
@@ -15,7 +16,9 @@ from fledge.algorithms.tokens import Stats, Tokens, safe_log_ratio, safe_ratio
 
 
 def clipped(x: Tokens, *, low: float = 0.2, high: float = 0.2) -> tuple[Tensor, Stats]:
-    r"""PPO surrogate $-\min(\rho A,\ \mathrm{clip}(\rho, 1-l, 1+h) A)$; `high > low` is clip-higher (DAPO)."""
+    r"""PPO surrogate $-\min(\rho A,\ \mathrm{clip}(\rho, 1-l, 1+h) A)$; `high > low` is clip-higher
+    (DAPO).
+    """
     ratio = safe_ratio(x.logp, x.old_logp)
     bounded = ratio.clamp(1 - low, 1 + high)
     loss = -torch.minimum(ratio * x.advantage, bounded * x.advantage)
@@ -37,7 +40,9 @@ def cross_entropy(x: Tokens) -> tuple[Tensor, Stats]:
 
 
 def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    r"""$\mathrm{KL}(\pi\|\mathrm{ref}) \approx e^{d} - d - 1$, d = ref - logp: unbiased, never negative."""
+    r"""$\mathrm{KL}(\pi\|\mathrm{ref}) \approx e^{d} - d - 1$, d = ref - logp: unbiased, never
+    negative.
+    """
     d = safe_log_ratio(ref_logp, logp)
     return d.exp() - d - 1
 

@@ -1,6 +1,8 @@
-"""Reductions as weights: the loss is always `sum(weight_t * loss_t)`, so it cannot depend on how the batch was cut.
+"""Reductions as weights: the loss is always `sum(weight_t * loss_t)`, so it cannot depend on how
+the batch was cut.
 
-The weights of a mini-batch are computed once, from counts of the whole mini-batch, before it is cut into micro-batches.
+The weights of a mini-batch are computed once, from counts of the whole mini-batch, before it is cut
+into micro-batches.
 """
 
 from __future__ import annotations
@@ -12,14 +14,20 @@ REDUCTIONS = ("token_mean", "sequence_mean", "sequence_mean_token_sum_norm", "pr
 
 
 def token_weights(
-    reduction: str, counts: Sequence[int], sequences: Sequence[int], prompts: Sequence[int], max_length: int
+    reduction: str,
+    counts: Sequence[int],
+    sequences: Sequence[int],
+    prompts: Sequence[int],
+    max_length: int,
 ) -> list[float]:
     """One weight per row, for each of its trained tokens.
 
-    `counts[r]` trained tokens of row r, which is part of sequence `sequences[r]` of prompt `prompts[r]`.
+    `counts[r]` trained tokens of row r, which is part of sequence `sequences[r]` of prompt
+    `prompts[r]`.
 
-    token_mean: all tokens alike. sequence_mean: mean over sequences of their token means. sequence_mean_token_sum_norm:
-    mean over sequences of token sums divided by a fixed length (Dr. GRPO). prompt_mean: mean over prompts of token means.
+    token_mean: all tokens alike. sequence_mean: mean over sequences of their token means.
+    sequence_mean_token_sum_norm: mean over sequences of token sums divided by a fixed length (Dr.
+    GRPO). prompt_mean: mean over prompts of token means.
 
     >>> token_weights("token_mean", [1, 3], [0, 1], [0, 0], 8)
     [0.25, 0.25]

@@ -13,15 +13,18 @@ from torch import Tensor
 MAX_LOG_RATIO = 20.0
 
 Stats = dict[str, Tensor]
-"""Name to one number per trained token. Names ending in `_max` or `_min` are reduced to the extreme, others to the mean."""
+"""Name to one number per trained token. Names ending in `_max` or `_min` are reduced to the
+extreme, others to the mean.
+"""
 
 
 @dataclass(frozen=True)
 class Tokens:
     """Trained tokens with everything known about them.
 
-    `engine_logp` is what the engine recorded when it sampled, `old_logp` the policy at the start of this batch,
-    `ref_logp` the frozen reference (if asked for), `weight` the weight of a supervised token.
+    `engine_logp` is what the engine recorded when it sampled, `old_logp` the policy at the start of
+    this batch, `ref_logp` the frozen reference (if asked for), `weight` the weight of a supervised
+    token.
     """
 
     logp: Tensor

@@ -1,10 +1,13 @@
-"""Layers: defaults < preset < recipe < `FLEDGE__A__B=` environment < dotted overrides. Each value remembers where it came from."""
+"""Layers: defaults < preset < recipe < `FLEDGE__A__B=` environment < dotted overrides. Each value
+remembers where it came from.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -19,6 +22,7 @@ from fledge.errors import ConfigError
 from fledge.plugins import nearest
 
 ENV_PREFIX = "FLEDGE__"
+_EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 C = TypeVar("C", bound=CommonConfig)
 
 
@@ -26,7 +30,8 @@ C = TypeVar("C", bound=CommonConfig)
 class Resolved(Generic[C]):
     """A validated configuration and the origin of each of its values.
 
-    `origins["rollout.group_size"]` is `"default"`, `"recipe quickstart"`, `"environment FLEDGE__..."`, `"override"` or `"preset grpo"`.
+    `origins["rollout.group_size"]` is `"default"`, `"recipe quickstart"`, `"environment
+    FLEDGE__..."`, `"override"` or `"preset grpo"`.
     """
 
     config: C
@@ -36,7 +41,9 @@ class Resolved(Generic[C]):
         return dict(_flatten(self.config.model_dump(mode="json")))
 
     def origin(self, key: str) -> str:
-        """Where the value of `key` came from; a value inside a set section inherits the section's origin."""
+        """Where the value of `key` came from; a value inside a set section inherits the section's
+        origin.
+        """
         while key:
             if key in self.origins:
                 return self.origins[key]
@@ -51,7 +58,9 @@ class Resolved(Generic[C]):
 
     def to_yaml(self) -> str:
         """The resolved configuration with each origin as a comment: a valid recipe."""
-        lines = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False, width=10_000).splitlines()
+        lines = yaml.safe_dump(
+            self.config.model_dump(mode="json"), sort_keys=False, width=10_000
+        ).splitlines()
         return "\n".join(_with_origin(lines, self)) + "\n"
 
     def hash(self) -> str:
@@ -65,7 +74,9 @@ class Resolved(Generic[C]):
 def fixed_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that a resumed run must share with the run it continues."""
     free = tuple(f"{key}." for key in MAY_CHANGE_ON_RESUME)
-    return {k: v for k, v in values.items() if k not in MAY_CHANGE_ON_RESUME and not k.startswith(free)}
+    return {
+        k: v for k, v in values.items() if k not in MAY_CHANGE_ON_RESUME and not k.startswith(free)
+    }
 
 
 def load_config(
@@ -74,7 +85,9 @@ def load_config(
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Resolved[C]:
-    """Read the layers and validate them; every complaint names its key and where the value came from."""
+    """Read the layers and validate them; every complaint names its key and where the value came
+    from.
+    """
     layers: list[tuple[str, dict[str, Any]]] = []
     if recipe is not None:
         layers.append(_read_recipe(recipe))
@@ -113,22 +126,35 @@ def _read_recipe(recipe: str | Path | Mapping[str, Any]) -> tuple[str, dict[str,
     if not path.exists() and path.suffix == "":
         built_in = resources.files("fledge.recipes") / f"{recipe}.yaml"
         if not built_in.is_file():
-            known = sorted(p.name.removesuffix(".yaml") for p in resources.files("fledge.recipes").iterdir() if p.name.endswith(".yaml"))
-            raise ConfigError(f"recipe {name!r}: no such file or built-in recipe{nearest(name, known)} (built in: {', '.join(known)})")
+            known = sorted(
+                p.name.removesuffix(".yaml")
+                for p in resources.files("fledge.recipes").iterdir()
+                if p.name.endswith(".yaml")
+            )
+            raise ConfigError(
+                f"recipe {name!r}: no such file or built-in recipe{nearest(name, known)} (built "
+                f"in: {', '.join(known)})"
+            )
         text = built_in.read_text()
     else:
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"recipe {name!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+            raise ConfigError(
+                f"recipe {name!r} cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from None
     try:
         loaded = yaml.safe_load(text)
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f" at line {where.line + 1}" if where else ""
-        raise ConfigError(f"recipe {name!r} is not valid YAML or JSON{line}: {getattr(error, 'problem', error)}") from None
+        raise ConfigError(
+            f"recipe {name!r} is not valid YAML or JSON{line}: {getattr(error, 'problem', error)}"
+        ) from None
     if not isinstance(loaded, dict):
-        raise ConfigError(f"recipe {name!r} must be a mapping of keys to values, not {type(loaded).__name__}")
+        raise ConfigError(
+            f"recipe {name!r} must be a mapping of keys to values, not {type(loaded).__name__}"
+        )
     return f"recipe {path.name}", loaded
 
 
@@ -139,20 +165,22 @@ def _parse_value(text: str) -> Any:
         return text
     if isinstance(value, str):
         # YAML 1.1 reads 1e-4 as text; people mean the number.
-        try:
-            return float(value)
-        except ValueError:
-            return value
+        return float(value) if _EXPONENT.fullmatch(value) else value
     return value
 
 
 def _nest(key: str, value: Any) -> dict[str, Any]:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
+    first, _, rest = key.partition(".")
+    return {first: _nest(rest, value) if rest else value}
 
 
-def _merge(into: dict[str, Any], layer: Mapping[str, Any], origin: str, origins: dict[str, str], prefix: str = "") -> None:
+def _merge(
+    into: dict[str, Any],
+    layer: Mapping[str, Any],
+    origin: str,
+    origins: dict[str, str],
+    prefix: str = "",
+) -> None:
     for key, value in layer.items():
         path = f"{prefix}{key}"
         old = into.get(key)
@@ -182,13 +210,23 @@ def _validate(schema: type[C], merged: Mapping[str, Any], origins: Mapping[str, 
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        origin = next((o for k, o in origins.items() if k == key or key.startswith(f"{k}.") or k.startswith(f"{key}.")), "")
+        origin = next(
+            (
+                o
+                for k, o in origins.items()
+                if k == key or key.startswith(f"{k}.") or k.startswith(f"{key}.")
+            ),
+            "",
+        )
         came = f" (from {origin})" if origin else ""
         if first["type"] == "extra_forbidden":
             known = _known_keys(schema)
             raise ConfigError(f"{key}: no such key{nearest(key, known)}{came}") from None
         if first["type"] == "missing":
-            raise ConfigError(f"{key}: this key is needed and has no default; set it in the recipe or as {key}=VALUE") from None
+            raise ConfigError(
+                f"{key}: this key is needed and has no default; set it in the recipe or as "
+                f"{key}=VALUE"
+            ) from None
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "value_error":
             raise ConfigError(message) from None
@@ -200,7 +238,9 @@ def _known_keys(schema: type[BaseModel]) -> list[str]:
 
 
 def walk_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key of a schema with its field; sections are walked into, plug-in arguments are not."""
+    """Every dotted key of a schema with its field; sections are walked into, plug-in arguments are
+    not.
+    """
     for name, field in schema.model_fields.items():
         inner = next((t for t in _candidates(field.annotation) if _is_section(t)), None)
         if inner is None:
@@ -214,7 +254,11 @@ def _candidates(annotation: Any) -> tuple[Any, ...]:
 
 
 def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel) and not issubclass(annotation, Plugin)
+    return (
+        isinstance(annotation, type)
+        and issubclass(annotation, BaseModel)
+        and not issubclass(annotation, Plugin)
+    )
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

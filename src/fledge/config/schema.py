@@ -1,7 +1,8 @@
 """Every configuration key, with its type, default and meaning. Frozen; an unknown key is refused.
 
-Checks of two keys against each other sit next to the keys. What depends on the model or the data is checked at start by
-the part that knows it. Keys that would have no effect in a mode are refused or warned about, never ignored.
+Checks of two keys against each other sit next to the keys. What depends on the model or the data is
+checked at start by the part that knows it. Keys that would have no effect in a mode are refused or
+warned about, never ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ class Section(BaseModel):
 
 
 class Plugin(BaseModel):
-    """A built-in name or `"module:name"`, with arguments: `clipped` or `{name: clipped, high: 0.28}`."""
+    """A built-in name or `"module:name"`, with arguments: `clipped` or `{name: clipped, high:
+    0.28}`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="allow")
     name: str
@@ -34,57 +37,110 @@ class Plugin(BaseModel):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters through PEFT. The base model is frozen and serves as the reference with adapters off."""
+    """Low-rank adapters through PEFT. The base model is frozen and serves as the reference with
+    adapters off.
+    """
 
     rank: int = Field(16, ge=1, description="rank of the update")
-    alpha: float = Field(32.0, gt=0, description="scale: the update is multiplied by alpha/rank (rsLoRA: alpha/sqrt(rank))")
-    targets: str | list[str] = Field("all-linear", description='module names to adapt, or "all-linear"')
+    alpha: float = Field(
+        32.0,
+        gt=0,
+        description="scale: the update is multiplied by alpha/rank (rsLoRA: alpha/sqrt(rank))",
+    )
+    targets: str | list[str] = Field(
+        "all-linear", description='module names to adapt, or "all-linear"'
+    )
     rslora: bool = Field(False, description="rank-stabilised scale (arXiv:2312.03732)")
     dora: bool = Field(False, description="decomposed magnitude and direction (arXiv:2402.09353)")
-    plus_ratio: float = Field(1.0, ge=1, description="LoRA+: learning rate of B is this times that of A (arXiv:2402.12354)")
+    plus_ratio: float = Field(
+        1.0,
+        ge=1,
+        description="LoRA+: learning rate of B is this times that of A (arXiv:2402.12354)",
+    )
 
 
 class ModelConfig(Section):
-    path: str = Field("tiny", description="a folder, a hub name, or `tiny` (the model in the package)")
-    random_init: bool = Field(False, description="fresh weights instead of trained ones; needs only a config and a tokenizer")
-    overrides: dict[str, Any] = Field(
-        default_factory=dict, description="fields of the model's own config, such as rope_parameters or max_position_embeddings"
+    path: str = Field(
+        "tiny", description="a folder, a hub name, or `tiny` (the model in the package)"
     )
-    dtype: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="of the weights; optimiser state is always fp32")
+    random_init: bool = Field(
+        False,
+        description="fresh weights instead of trained ones; needs only a config and a tokenizer",
+    )
+    overrides: dict[str, Any] = Field(
+        default_factory=dict,
+        description="fields of the model's own config, such as max_position_embeddings",
+    )
+    dtype: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="of the weights; optimiser state is always fp32"
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     lora: LoraConfig | None = Field(None, description="train adapters instead of all weights")
-    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass to save memory"
+    )
 
 
 class DataConfig(Section):
-    train: Plugin = Field(description="JSONL or Parquet file, HF dataset name or folder, or a generator function")
-    eval: Plugin | None = Field(None, description="held-out tasks; without it `eval_size` tasks are split off `train`")
-    eval_size: int = Field(0, ge=0, description="tasks used for evaluation; with `eval` set, 0 means all of them")
+    train: Plugin = Field(
+        description="JSONL or Parquet file, HF dataset name or folder, or a generator function"
+    )
+    eval: Plugin | None = Field(
+        None, description="held-out tasks; without it `eval_size` tasks are split off `train`"
+    )
+    eval_size: int = Field(
+        0, ge=0, description="tasks used for evaluation; with `eval` set, 0 means all of them"
+    )
     shuffle: bool = Field(True, description="a new order each epoch, a function of the seed")
-    max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are filtered out and counted")
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="longer prompts are filtered out and counted"
+    )
 
 
 class RolloutConfig(Section):
     group_size: int = Field(8, ge=1, description="episodes per task")
     groups_per_step: int = Field(8, ge=1, description="tasks per training step")
     max_new_tokens: int = Field(64, ge=1, description="limit of one reply")
-    temperature: float = Field(1.0, gt=0, description="of the rollouts; the trainer scores at the same temperature")
-    stop: list[str] = Field(default_factory=list, description="strings that end a reply, besides the end-of-turn token")
-    timeout: float = Field(120.0, gt=0, description="seconds that one call of an environment may take")
-    retries: int = Field(2, ge=0, description="how often a failed environment is tried again before its episode is dropped")
+    temperature: float = Field(
+        1.0, gt=0, description="of the rollouts; the trainer scores at the same temperature"
+    )
+    stop: list[str] = Field(
+        default_factory=list, description="strings that end a reply, besides the end-of-turn token"
+    )
+    timeout: float = Field(
+        120.0, gt=0, description="seconds that one call of an environment may take"
+    )
+    retries: int = Field(
+        2,
+        ge=0,
+        description="how often a failed environment is tried again before its episode is dropped",
+    )
 
     def sampling(self, stop_ids: tuple[int, ...], seed: int) -> Sampling:
-        return Sampling(self.max_new_tokens, self.temperature, stop=tuple(self.stop), stop_ids=stop_ids, seed=seed)
+        return Sampling(
+            self.max_new_tokens,
+            self.temperature,
+            stop=tuple(self.stop),
+            stop_ids=stop_ids,
+            seed=seed,
+        )
 
 
 class AlgorithmConfig(Section):
     """A preset name fills the rest; each part can be replaced on its own."""
 
     name: Literal["grpo", "reinforce"] = "grpo"
-    advantage: Plugin = Field(Plugin(name="grpo"), description="rewards of a group (or batch) to one advantage per episode")
+    advantage: Plugin = Field(
+        Plugin(name="grpo"),
+        description="rewards of a group (or batch) to one advantage per episode",
+    )
     loss: Plugin = Field(Plugin(name="clipped"), description="per-token policy loss")
-    reduction: Literal["token_mean", "sequence_mean", "sequence_mean_token_sum_norm", "prompt_mean"] = "token_mean"
-    kl_coef: float = Field(0.0, ge=0, description="weight of the k3 estimate of KL(policy || reference) in the loss")
+    reduction: Literal[
+        "token_mean", "sequence_mean", "sequence_mean_token_sum_norm", "prompt_mean"
+    ] = "token_mean"
+    kl_coef: float = Field(
+        0.0, ge=0, description="weight of the k3 estimate of KL(policy || reference) in the loss"
+    )
     entropy_coef: float = Field(0.0, ge=0, description="weight of an entropy bonus")
     epochs: int = Field(1, ge=1, description="passes over each batch")
     minibatches: int = Field(1, ge=1, description="optimiser steps per pass")
@@ -102,15 +158,21 @@ class OptimConfig(Section):
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.999, ge=0, lt=1)
     clip_norm: float = Field(1.0, gt=0, description="largest norm of the whole gradient")
-    micro_tokens: int = Field(16384, ge=1, description="tokens per forward/backward pass; changes memory, not results")
+    micro_tokens: int = Field(
+        16384, ge=1, description="tokens per forward/backward pass; changes memory, not results"
+    )
 
 
 class EngineConfig(Section):
-    cache_mb: int = Field(512, ge=1, description="memory for the key/value cache; requests beyond it wait their turn")
+    cache_mb: int = Field(
+        512, ge=1, description="memory for the key/value cache; requests beyond it wait their turn"
+    )
 
 
 class EvalConfig(Section):
-    every: int = Field(0, ge=0, description="steps between evaluations; 0 means only before and after")
+    every: int = Field(
+        0, ge=0, description="steps between evaluations; 0 means only before and after"
+    )
     samples: int = Field(1, ge=1, description="replies per task: avg@k, and pass@k when k > 1")
     temperature: float = Field(0.0, ge=0, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1)
@@ -120,28 +182,41 @@ class EvalConfig(Section):
     @model_validator(mode="after")
     def _sampled(self) -> EvalConfig:
         if self.samples > 1 and self.temperature == 0:
-            raise ValueError("eval.samples > 1 draws the same greedy reply each time; set eval.temperature > 0")
+            raise ValueError(
+                "eval.samples > 1 draws the same greedy reply each time; set eval.temperature > 0"
+            )
         if self.temperature == 0 and (self.top_p < 1 or self.top_k or self.min_p):
-            raise ValueError("eval.top_p/top_k/min_p have no effect at eval.temperature=0; set a temperature or drop them")
+            raise ValueError(
+                "eval.top_p/top_k/min_p have no effect at eval.temperature=0; set a temperature or "
+                "drop them"
+            )
         return self
 
 
 class CheckpointConfig(Section):
     every: int = Field(20, ge=1, description="steps between saves; the last step is always saved")
     keep_last: int = Field(2, ge=1)
-    keep_best: bool = Field(False, description="also keep the checkpoint with the best evaluation; needs eval.every > 0")
+    keep_best: bool = Field(
+        False, description="also keep the checkpoint with the best evaluation; needs eval.every > 0"
+    )
 
 
 class TrackingConfig(Section):
-    to: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(default_factory=list, description="several at once are fine")
+    to: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(
+        default_factory=list, description="several at once are fine"
+    )
     project: str = "fledge"
 
 
 class CommonConfig(Section):
-    run_dir: str = Field("runs/run", description="everything about the run; reusing it resumes the run")
+    run_dir: str = Field(
+        "runs/run", description="everything about the run; reusing it resumes the run"
+    )
     seed: int = Field(0, ge=0)
     steps: int = Field(100, ge=1)
-    threads: int = Field(0, ge=0, description="CPU threads; 0 chooses by model size (one for small models)")
+    threads: int = Field(
+        0, ge=0, description="CPU threads; 0 chooses by model size (one for small models)"
+    )
     console: Literal["auto", "live", "plain", "quiet"] = "auto"
     model: ModelConfig = ModelConfig()
     optim: OptimConfig = OptimConfig()
@@ -150,12 +225,18 @@ class CommonConfig(Section):
 
 
 class SftStage(Section):
-    """Supervised fine-tuning on messages or prompt/response pairs, packed; only assistant tokens are trained."""
+    """Supervised fine-tuning on messages or prompt/response pairs, packed; only assistant tokens
+    are trained.
+    """
 
-    train: Plugin = Field(description="demonstrations: JSONL, Parquet, HF dataset or a generator function")
+    train: Plugin = Field(
+        description="demonstrations: JSONL, Parquet, HF dataset or a generator function"
+    )
     eval_size: int = Field(0, ge=0, description="demonstrations held out for a loss curve")
     batch_size: int = Field(64, ge=1, description="demonstrations per step")
-    max_tokens: int | None = Field(None, ge=2, description="longer demonstrations are filtered out and counted")
+    max_tokens: int | None = Field(
+        None, ge=2, description="longer demonstrations are filtered out and counted"
+    )
 
 
 class SftConfig(CommonConfig):
@@ -182,18 +263,28 @@ class TrainConfig(CommonConfig):
     eval: EvalConfig = EvalConfig()
     warm_start: WarmStartConfig | None = None
 
-
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:
         algorithm, rollout = self.algorithm, self.rollout
         if algorithm.advantage.name == "grpo" and rollout.group_size < 2:
-            raise ValueError("rollout.group_size=1 gives grpo nothing to compare, so every advantage is 0; set it to 2 or more")
+            raise ValueError(
+                "rollout.group_size=1 gives grpo nothing to compare, so every advantage is 0; set "
+                "it to 2 or more"
+            )
         if algorithm.minibatches > rollout.groups_per_step:
-            raise ValueError("algorithm.minibatches must not exceed rollout.groups_per_step: a mini-batch holds whole groups")
+            raise ValueError(
+                "algorithm.minibatches must not exceed rollout.groups_per_step: a mini-batch holds "
+                "whole groups"
+            )
         if self.checkpoint.keep_best and not self.eval.every:
-            raise ValueError("checkpoint.keep_best needs evaluations to compare; set eval.every > 0")
+            raise ValueError(
+                "checkpoint.keep_best needs evaluations to compare; set eval.every > 0"
+            )
         if self.data.eval is None and self.data.eval_size == 0 and self.eval.every:
-            raise ValueError("eval.every is set but there is nothing to evaluate on; set data.eval or data.eval_size")
+            raise ValueError(
+                "eval.every is set but there is nothing to evaluate on; set data.eval or "
+                "data.eval_size"
+            )
         return self
 
 

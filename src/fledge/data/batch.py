@@ -1,8 +1,10 @@
-"""Batches: rows of tokens with columns over their *trained* tokens, and every way of cutting them that changes nothing.
+"""Batches: rows of tokens with columns over their *trained* tokens, and every way of cutting them
+that changes nothing.
 
-A row is one exact token sequence. A column holds one number per trained token, row after row. `updates` cuts a batch into
-mini-batches (one optimiser step each) and those into micro-batches (one forward/backward each) by a token budget; the
-weight of each token in the loss is fixed per mini-batch, before the cut.
+A row is one exact token sequence. A column holds one number per trained token, row after row.
+`updates` cuts a batch into mini-batches (one optimiser step each) and those into micro-batches (one
+forward/backward each) by a token budget; the weight of each token in the loss is fixed per
+mini-batch, before the cut.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ Reduce = Callable[[Sequence[int], Sequence[int], Sequence[int]], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One token sequence. `trained` lists the places of its trained tokens, in order; place 0 cannot be predicted.
+    """One token sequence. `trained` lists the places of its trained tokens, in order; place 0
+    cannot be predicted.
 
     >>> row = Row(token_ids=(5, 6, 7, 8), trained=(2, 3), sequence=0, prompt=0)
     >>> row.prefix, row.needed
@@ -59,7 +62,9 @@ class Batch:
         return sum(len(r.trained) for r in self.rows)
 
     def with_columns(self, **columns: Tensor) -> Batch:
-        assert all(len(c) == self.trained_tokens for c in columns.values()), "a column has the wrong length"
+        assert all(len(c) == self.trained_tokens for c in columns.values()), (
+            "a column has the wrong length"
+        )
         return replace(self, columns={**self.columns, **columns})
 
     def per_row(self, values: Sequence[float]) -> Tensor:
@@ -94,7 +99,8 @@ class Batch:
         return [self.select(cut) for cut in cuts]
 
     def updates(self, epochs: int, minibatches: int, seed: int, reduce: Reduce) -> Iterator[Batch]:
-        """One mini-batch per optimiser step, with its `scale` column; whole prompts stay together."""
+        """One mini-batch per optimiser step, with its `scale` column; whole prompts stay together.
+        """
         prompts = sorted({row.prompt for row in self.rows})
         for epoch in range(epochs):
             order = list(prompts)
@@ -114,7 +120,9 @@ class Batch:
 
 
 def pack(groups: Sequence[Group]) -> Batch:
-    """All trained tokens of the groups' episodes. Rows of one group are neighbours, so that they can share their prompt."""
+    """All trained tokens of the groups' episodes. Rows of one group are neighbours, so that they
+    can share their prompt.
+    """
     rows: list[Row] = []
     logps: list[float] = []
     sequence = 0

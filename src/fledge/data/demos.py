@@ -54,4 +54,3 @@ def encode_demo(renderer: Renderer, messages: Sequence[Message]) -> Sample:
         logps=(0.0,) * len(token_ids),
         weights=tuple(map(float, sampled)),
     )
-

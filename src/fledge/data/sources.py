@@ -75,7 +75,7 @@ def json_list(path: Path, key: str) -> Rows:
 
 def parquet(path: Path, key: str) -> Rows:
     try:
-        import pyarrow  # type: ignore[import-untyped]
+        import pyarrow
         from pyarrow import parquet as reader
     except ImportError:
         raise _needs_extra(key, "a Parquet file", "pyarrow") from None
@@ -135,7 +135,7 @@ def _load(datasets: Any, name: str, key: str, split: str | None, subset: str | N
 
 def _datasets(key: str) -> Any:
     try:
-        import datasets  # type: ignore[import-untyped]
+        import datasets
     except ImportError:
         raise _needs_extra(key, "an HF dataset", "datasets") from None
     return datasets

@@ -1,7 +1,8 @@
 """Sums such as 345+67: the quickstart's environment, its tasks and its demonstrations.
 
-The demonstrations have a bad habit: they often forget to carry. A model that learns from them forgets, too; the reward teaches
-it to carry. Every problem belongs to exactly one of four pools, chosen by a hash of its text; no seed moves it to another.
+The demonstrations have a bad habit: they often forget to carry. A model that learns from them
+forgets, too; the reward teaches it to carry. Every problem belongs to exactly one of four pools,
+chosen by a hash of its text; no seed moves it to another.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
@@ -61,18 +63,22 @@ def pools() -> Pools:
     """Cut from the list of problems in the order of their hashes."""
     ordered = sorted(problems(), key=lambda p: _hash(p.prompt))
     cuts = (0, HELD_OUT, HELD_OUT + TUNING, HELD_OUT + TUNING + PRACTISED, len(ordered))
-    return Pools(*(ordered[start:end] for start, end in zip(cuts, cuts[1:], strict=False)))
+    return Pools(*(ordered[start:end] for start, end in pairwise(cuts)))
 
 
 def tasks(split: Literal["train", "tuning", "eval"] = "train") -> list[dict[str, str]]:
-    """Rows with `prompt` and `answer`. `eval` is for reporting; choose settings by `tuning`, never by `eval`."""
+    """Rows with `prompt` and `answer`. `eval` is for reporting; choose settings by `tuning`, never
+    by `eval`.
+    """
     found = pools()
     chosen = {"train": found.practised, "tuning": found.tuning, "eval": found.held_out}[split]
     return [{"prompt": p.prompt, "answer": p.answer} for p in chosen]
 
 
 def demonstrations(forget: Annotated[float, Field(ge=0, le=1)] = 0.6) -> list[dict[str, str]]:
-    """Rows with `prompt` and `response`, of which a fraction `forget` drops every carry: 345+67 becomes 302."""
+    """Rows with `prompt` and `response`, of which a fraction `forget` drops every carry: 345+67
+    becomes 302.
+    """
     return [{"prompt": p.prompt, "response": _demonstrate(p, forget)} for p in pools().demonstrated]
 
 

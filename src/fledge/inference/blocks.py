@@ -1,8 +1,10 @@
-"""Pages of the key/value cache: who owns which, which can be shared, which may be taken. No torch here.
+"""Pages of the key/value cache: who owns which, which can be shared, which may be taken. No torch
+here.
 
-A full page is known by the tokens it holds *and all before them*, so requests with the same beginning share pages: samples of
-one prompt, and the turns of one conversation. Pages nobody uses stay findable until the room is needed (least recently used
-goes first). Every page carries the weight version it was computed under and is never handed out under another one.
+A full page is known by the tokens it holds *and all before them*, so requests with the same
+beginning share pages: samples of one prompt, and the turns of one conversation. Pages nobody uses
+stay findable until the room is needed (least recently used goes first). Every page carries the
+weight version it was computed under and is never handed out under another one.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class BlockPool:
         self._free = list(range(blocks - 1, 0, -1))
         self._users = [0] * blocks
         self._version = [-1] * blocks
-        # A page is known by (the page before it, its own tokens): exact, so a hash collision cannot mix up two prompts.
+        # A page is known by (the page before it, its own tokens): exact, so a hash collision cannot
+        # mix up two prompts.
         self._known: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._next_name = itertools.count(1)
@@ -60,7 +63,9 @@ class BlockPool:
             del self._known[key]
 
     def lookup(self, tokens: Sequence[int], version: int) -> list[int]:
-        """Pages that already hold the beginning of `tokens`, one user added to each. The last token is never covered."""
+        """Pages that already hold the beginning of `tokens`, one user added to each. The last token
+        is never covered.
+        """
         found = []
         name = 0
         for start in range(0, len(tokens) - self.size, self.size):
@@ -104,7 +109,8 @@ class BlockPool:
         for block in blocks:
             if self._version[block] != version:
                 raise WeightSyncError(
-                    f"a cache page of weight version {self._version[block]} would be read under version {version}"
+                    f"a cache page of weight version {self._version[block]} would be read under "
+                    f"version {version}"
                 )
 
     def clear(self) -> None:

@@ -1,7 +1,8 @@
 """The native engine: continuous batching over the module that is being trained.
 
-The pump is one task that lives only while there is work. Each turn of it admits requests, runs one prefill and one decode step,
-and hands tokens to their owners; between turns everyone else gets the loop, so requests can join, stream and be cancelled.
+The pump is one task that lives only while there is work. Each turn of it admits requests, runs one
+prefill and one decode step, and hands tokens to their owners; between turns everyone else gets the
+loop, so requests can join, stream and be cancelled.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class NativeEngine:
     def __init__(self, policy: Policy, cache_mb: int, version: int = 0) -> None:
         blocks = cache_mb * 2**20 // bytes_per_block(policy)
         if blocks < 2:
-            raise EngineError(f"engine.cache_mb={cache_mb} does not hold a single page of this model's cache; raise it")
+            raise EngineError(
+                f"engine.cache_mb={cache_mb} does not hold a single page of this model's cache; "
+                "raise it"
+            )
         self.policy = policy
         self.scheduler = Scheduler(BlockPool(blocks, BLOCK))
         self.scheduler.version = version
@@ -73,8 +77,10 @@ class NativeEngine:
         finally:
             self._forget(request)
 
-    async def stream(self, token_ids: Sequence[int], sampling: Sampling) -> AsyncIterator[tuple[int, float]]:
-        """Tokens with their log-probs as they are drawn; closing the iterator cancels the request."""
+    async def stream(
+        self, token_ids: Sequence[int], sampling: Sampling
+    ) -> AsyncIterator[tuple[int, float]]:
+        """Tokens with their log-probs as they are drawn; closing the iterator cancels them."""
         queue: asyncio.Queue[tuple[int, float] | FledgeError | None] = asyncio.Queue()
         request = Request(
             tuple(token_ids),
@@ -98,8 +104,10 @@ class NativeEngine:
             raise EngineError("a request needs at least one prompt token")
         if request.most_tokens > self.policy.context:
             raise EngineError(
-                f"a prompt of {len(request.prompt)} tokens and up to {request.sampling.max_new_tokens} new ones exceed the "
-                f"model's context of {self.policy.context}; lower rollout.max_new_tokens, set data.max_prompt_tokens, "
+                f"a prompt of {len(request.prompt)} tokens and up to "
+                f"{request.sampling.max_new_tokens} new ones exceed the "
+                f"model's context of {self.policy.context}; lower rollout.max_new_tokens, set "
+                "data.max_prompt_tokens, "
                 "or raise model.overrides.max_position_embeddings"
             )
         self.scheduler.submit(request)
@@ -142,7 +150,8 @@ class NativeEngine:
             for request in running:
                 if request.version != self.version:
                     raise WeightSyncError(
-                        f"a request of weight version {request.version} is still running under version {self.version}"
+                        f"a request of weight version {request.version} is still running under "
+                        f"version {self.version}"
                     )
             self._deliver(self._runner.decode(running))
         return bool(admissions or running)
@@ -171,13 +180,16 @@ class NativeEngine:
         return "length" if len(request.sampled) >= sampling.max_new_tokens else None
 
     def _has_stop_string(self, request: Request) -> bool:
-        # A token is at least one byte, so the newest match lies within as many tokens as the string has bytes.
+        # A token is at least one byte, so the newest match lies within as many tokens as the string
+        # has bytes.
         longest = max(len(s.encode()) for s in request.sampling.stop)
         text = self.policy.tokenizer.decode(request.sampled[-longest - 1 :])
         return any(s in text for s in request.sampling.stop)
 
     def _fail_all(self, error: Exception) -> None:
-        named = error if isinstance(error, FledgeError) else EngineError(f"the engine failed: {error}")
+        named = (
+            error if isinstance(error, FledgeError) else EngineError(f"the engine failed: {error}")
+        )
         named.__cause__ = None if named is error else error
         self._closed = True
         for fail in list(self._waiters.values()):
@@ -196,7 +208,9 @@ class NativeEngine:
         self._kick()
 
     async def update(self, version: int) -> None:
-        """Serve the weights as they are now under a new version. The cache of the old version is forgotten."""
+        """Serve the weights as they are now under a new version. The cache of the old version is
+        forgotten.
+        """
         if self.scheduler.running:
             raise WeightSyncError(
                 f"{len(self.scheduler.running)} requests still run under version {self.version}; "

@@ -1,7 +1,8 @@
-"""Runs the model for the engine: ragged prefill, batched decode, sampling. All tensors of the engine live here.
+"""Runs the model for the engine: ragged prefill, batched decode, sampling. All tensors of the
+engine live here.
 
-The decode batch is a set of tensors that advance by themselves from step to step; they are rebuilt only when a request joins
-or leaves. Nothing here decides who runs.
+The decode batch is a set of tensors that advance by themselves from step to step; they are rebuilt
+only when a request joins or leaves. Nothing here decides who runs.
 """
 
 from __future__ import annotations
@@ -43,8 +44,12 @@ class DecodeBatch:
             requests=list(requests),
             token=torch.tensor([r.sampled[-1] for r in requests], device=device),
             place=torch.tensor(places, device=device),
-            table=torch.tensor([r.blocks + [0] * (widest - len(r.blocks)) for r in requests], device=device),
-            columns=Columns.of([r.sampling for r in requests], [len(r.sampled) for r in requests], device),
+            table=torch.tensor(
+                [r.blocks + [0] * (widest - len(r.blocks)) for r in requests], device=device
+            ),
+            columns=Columns.of(
+                [r.sampling for r in requests], [len(r.sampled) for r in requests], device
+            ),
             last_place=max(places),
         )
 
@@ -63,19 +68,27 @@ class Runner:
         self.device = policy.device
         config = policy.config
         self.cache = PagedCache.allocate(
-            config.num_hidden_layers, blocks, *kv_shape(policy), dtype=policy.dtype, device=self.device
+            config.num_hidden_layers,
+            blocks,
+            *kv_shape(policy),
+            dtype=policy.dtype,
+            device=self.device,
         )
         self._batch: DecodeBatch | None = None
 
     @torch.inference_mode()
     def prefill(self, admissions: Sequence[Admission]) -> Drawn:
-        """Compute each distinct prompt once, hand its last page to the followers, and draw everyone's first token."""
+        """Compute each distinct prompt once, hand its last page to the followers, and draw
+        everyone's first token.
+        """
         drawn: Drawn = []
         for chunk in _chunks(admissions):
             logits = self._prefill_logits([a.leader for a in chunk])
             self._copy_last_pages(chunk)
             members = [m for a in chunk for m in a.members]
-            rows = torch.tensor([i for i, a in enumerate(chunk) for _ in a.members], device=self.device)
+            rows = torch.tensor(
+                [i for i, a in enumerate(chunk) for _ in a.members], device=self.device
+            )
             columns = Columns.of([m.sampling for m in members], [0] * len(members), self.device)
             drawn.extend(_to_host(members, draw(logits.index_select(0, rows), columns)))
         self._batch = None

@@ -1,7 +1,8 @@
 """Drawing tokens on the device, with the log-prob of what was really drawn from.
 
-One uniform number per token, keyed by (seed of the request, index of the token), is turned into a token by the inverse of the
-cumulative distribution: so a request draws the same tokens alone and in a crowd. Legend: B requests, V vocabulary.
+One uniform number per token, keyed by (seed of the request, index of the token), is turned into a
+token by the inverse of the cumulative distribution: so a request draws the same tokens alone and in
+a crowd. Legend: B requests, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _MASK = (1 << 64) - 1
 
 @dataclass
 class Columns:
-    """Sampling settings of a batch of requests, one entry each; filters that nobody uses cost nothing."""
+    """Sampling settings of a batch of requests, one entry each; filters that nobody uses cost
+    nothing.
+    """
 
     temperature: Tensor
     top_p: Tensor
@@ -32,7 +35,9 @@ class Columns:
     filtered: bool
 
     @classmethod
-    def of(cls, settings: Sequence[Sampling], index: Sequence[int], device: torch.device) -> Columns:
+    def of(
+        cls, settings: Sequence[Sampling], index: Sequence[int], device: torch.device
+    ) -> Columns:
         def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
@@ -50,7 +55,9 @@ class Columns:
 
 
 def draw(logits_BV: Tensor, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
-    """Token, its log-prob under the distribution drawn from, and its log-prob under the plain softmax."""
+    """Token, its log-prob under the distribution drawn from, and its log-prob under the plain
+    softmax.
+    """
     logits = logits_BV.float()
     plain = logits.log_softmax(-1)
     scaled = logits / columns.temperature[:, None]
@@ -68,22 +75,27 @@ def draw(logits_BV: Tensor, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def keep_likely(scaled_BV: Tensor, columns: Columns) -> Tensor:
-    """Set what top-k, then top-p, then min-p leave out to -inf; the most likely token always stays."""
-    ordered, order = scaled_BV.sort(-1, descending=True, stable=True)
+    """Set what top-k, then top-p, then min-p leave out to -inf; the most likely token always stays.
+    """
+    ordered, order = scaled_BV.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled_BV.shape[1], device=scaled_BV.device)
     limit = torch.where(columns.top_k > 0, columns.top_k, scaled_BV.shape[1])[:, None]
     ordered = ordered.masked_fill(rank >= limit, float("-inf"))
     probability = ordered.softmax(-1)
     before = probability.cumsum(-1) - probability
     top_p = columns.top_p[:, None]
-    drop = ((before >= top_p) & (top_p < 1)) | (probability < columns.min_p[:, None] * probability[:, :1])
+    drop = ((before >= top_p) & (top_p < 1)) | (
+        probability < columns.min_p[:, None] * probability[:, :1]
+    )
     drop[:, 0] = False
     ordered = ordered.masked_fill(drop, float("-inf"))
     return torch.empty_like(ordered).scatter_(-1, order, ordered)
 
 
 def uniform(seed_B: Tensor, index_B: Tensor) -> Tensor:
-    """One number in [0, 1) per (seed, index): a counter-based generator (splitmix64) in wrapping int64 arithmetic."""
+    """One number in [0, 1) per (seed, index): a counter-based generator (splitmix64) in wrapping
+    int64 arithmetic.
+    """
     z = seed_B + (index_B + 1) * _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
@@ -97,7 +109,9 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 def _mix(x: int) -> int:
-    """Spread neighbouring seeds apart, so that (seed, index + 1) and (seed + 1, index) have nothing in common."""
+    """Spread neighbouring seeds apart, so that (seed, index + 1) and (seed + 1, index) have nothing
+    in common.
+    """
     x = ((x ^ (x >> 33)) * 0xFF51AFD7ED558CCD) & _MASK
     x = ((x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53) & _MASK
     return x ^ (x >> 33)

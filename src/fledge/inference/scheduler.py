@@ -1,9 +1,11 @@
-"""Who runs next: admission by memory, waves for the deterministic path, and the life of a request. No torch here.
+"""Who runs next: admission by memory, waves for the deterministic path, and the life of a request.
+No torch here.
 
-A request is admitted when the pages for its prompt *and all tokens it may still sample* are there, so a running request never
-has to be thrown out. Requests of a session (an episode) are admitted in waves: a wave is everything that waits when nothing of
-a session runs and every open session waits. So who shares a batch with whom depends on the order of sessions, never on time.
-Requests without a session join at the next step.
+A request is admitted when the pages for its prompt *and all tokens it may still sample* are there,
+so a running request never has to be thrown out. Requests of a session (an episode) are admitted in
+waves: a wave is everything that waits when nothing of a session runs and every open session waits.
+So who shares a batch with whom depends on the order of sessions, never on time. Requests without a
+session join at the next step.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Admission:
-    """Requests that start together and share one prefill: the leader computes, followers copy its last page."""
+    """Requests that start together and share one prefill: the leader computes, followers copy its
+    last page.
+    """
 
     leader: Request
     followers: tuple[Request, ...]
@@ -77,27 +81,31 @@ class Scheduler:
         self.running: list[Request] = []
         self.sessions: set[int] = set()
         self._waiting: deque[Request] = deque()
+        self._next_wave: list[Request] = []
         self._wave: deque[Request] = deque()
 
     @property
     def busy(self) -> bool:
-        return bool(self.running or self._waiting or self._wave)
+        return bool(self.everything())
 
     def submit(self, request: Request) -> None:
         need = self._pages(request)
         if need > self.pool.total:
             raise EngineError(
-                f"a request of {request.most_tokens} tokens needs {need} cache pages, but there are only "
+                f"a request of {request.most_tokens} tokens needs {need} cache pages, but there "
+                "are only "
                 f"{self.pool.total}; raise engine.cache_mb or lower rollout.max_new_tokens"
             )
-        self._waiting.append(request)
+        (self._waiting if request.session is None else self._next_wave).append(request)
 
     def admit(self) -> list[Admission]:
-        """Start what fits now, grouped by identical prompts. Order of arrival decides; nobody overtakes."""
+        """Start what fits now, grouped by identical prompts. Order of arrival decides; nobody
+        overtakes.
+        """
         self._open_wave()
         groups: dict[tuple[int, ...], list[Request]] = {}
         for queue in (self._wave, self._waiting):
-            while queue and (queue is self._wave or queue[0].session is None):
+            while queue:
                 siblings = groups.get(queue[0].prompt)
                 if not self._start(queue[0], siblings[0] if siblings else None):
                     break
@@ -107,16 +115,17 @@ class Scheduler:
         return [Admission(leader, tuple(rest)) for leader, *rest in groups.values()]
 
     def _open_wave(self) -> None:
-        """Begin the next wave when the last one has ended and every open session waits for tokens."""
+        """Begin the next wave when the last has ended and every open session waits."""
         if self._wave or any(r.session is not None for r in self.running):
             return
-        ready = [r for r in self._waiting if r.session is not None]
-        if ready and {r.session for r in ready} >= self.sessions:
-            self._wave = deque(sorted(ready, key=lambda r: r.session or 0))
-            self._waiting = deque(r for r in self._waiting if r.session is None)
+        if {r.session for r in self._next_wave} >= self.sessions:
+            self._wave = deque(sorted(self._next_wave, key=lambda r: r.session or 0))
+            self._next_wave = []
 
     def _start(self, request: Request, leader: Request | None) -> bool:
-        """Reserve pages for the whole request, or leave it waiting. Full pages of a leader's prompt are shared."""
+        """Reserve pages for the whole request, or leave it waiting. Full pages of a leader's prompt
+        are shared.
+        """
         request.version = self.version
         if leader is None:
             shared = self.pool.lookup(request.prompt, self.version)
@@ -144,7 +153,7 @@ class Scheduler:
     def cancel(self, request: Request) -> None:
         if request.stop_reason is not None:
             return
-        for queue in (self._waiting, self._wave):
+        for queue in (self._waiting, self._next_wave, self._wave):
             if request in queue:
                 queue.remove(request)
                 request.stop_reason = "cancelled"
@@ -152,7 +161,7 @@ class Scheduler:
         self.finish(request, "cancelled")
 
     def everything(self) -> list[Request]:
-        return [*self.running, *self._wave, *self._waiting]
+        return [*self.running, *self._wave, *self._next_wave, *self._waiting]
 
     def _pages(self, request: Request) -> int:
         return -(-request.most_tokens // self.pool.size)

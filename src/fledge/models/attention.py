@@ -1,8 +1,10 @@
-"""The one attention of fledge, plugged into Hugging Face models: packed for training, paged for generation.
+"""The one attention of fledge, plugged into Hugging Face models: packed for training, paged for
+generation.
 
-Both run inside the unmodified module through the attention interface and are chosen by the `layout` keyword of `forward`.
-Tokens of all sequences lie side by side in one row (`[1, T]`); a layout says which of them may see each other, so that
-nothing ever attends to padding or to a neighbour. What a layout does not implement is refused by name, never ignored.
+Both run inside the unmodified module through the attention interface and are chosen by the `layout`
+keyword of `forward`. Tokens of all sequences lie side by side in one row (`[1, T]`); a layout says
+which of them may see each other, so that nothing ever attends to padding or to a neighbour. What a
+layout does not implement is refused by name, never ignored.
 
 Shapes: T tokens, B sequences, L longest sequence, H query heads, K key/value heads, D head size.
 """
@@ -28,7 +30,13 @@ BLOCK = 16
 
 class Layout(Protocol):
     def attend(
-        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scale: float, window: int | None
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         """Attention output, `[T, H, D]`."""
         ...
@@ -36,7 +44,8 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where one sequence lies among the packed tokens: its own tokens, after a prefix that others may share.
+    """Where one sequence lies among the packed tokens: its own tokens, after a prefix that others
+    may share.
 
     >>> Span(start=3, length=5, prefix_start=0, prefix=3).total
     8
@@ -54,9 +63,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length, padded on the right. Only their own tokens ask; prefix and own tokens answer.
+    """Sequences of similar length, padded on the right. Only their own tokens ask; prefix and own
+    tokens answer.
 
-    `queries` and `keys` pick B*Q and B*L tokens out of T (padding repeats token 0), `keep` the real outputs out of B*Q.
+    `queries` and `keys` pick B*Q and B*L tokens out of T (padding repeats token 0), `keep` the real
+    outputs out of B*Q.
     """
 
     queries: Tensor
@@ -81,11 +92,15 @@ class Bucket:
         return cls(queries, keys, keep, place_Q + prefix_B, prefixed), queries[keep]
 
     def to(self, device: torch.device) -> Bucket:
-        moved = (x.to(device) for x in (self.queries, self.keys, self.keep, self.place_BQ))
-        return Bucket(*moved, prefixed=self.prefixed)
+        queries, keys, keep, place_BQ = (
+            x.to(device) for x in (self.queries, self.keys, self.keep, self.place_BQ)
+        )
+        return Bucket(queries, keys, keep, place_BQ, self.prefixed)
 
     def mask(self, window: int | None) -> Tensor | None:
-        """None where plain causal attention is right: padding lies behind every real token, so it is never seen."""
+        """None where plain causal attention is right: padding lies behind every real token, so it
+        is never seen.
+        """
         batch, longest = len(self.place_BQ), len(self.keys) // len(self.place_BQ)
         if not self.prefixed and (window is None or longest <= window):
             return None
@@ -120,7 +135,13 @@ class PackedLayout:
         return cls(tuple(bucket.to(device) for bucket, _ in made), restore.to(device))
 
     def attend(
-        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scale: float, window: int | None
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         if window not in self._masks:
             self._masks[window] = [bucket.mask(window) for bucket in self.buckets]
@@ -158,7 +179,8 @@ def _pick(x_TND: Tensor, index: Tensor, batch: int) -> Tensor:
 
 @dataclass
 class PagedCache:
-    """Keys and values of all layers in pages of `BLOCK` tokens. Page 0 is scratch: padding reads and writes there.
+    """Keys and values of all layers in pages of `BLOCK` tokens. Page 0 is scratch: padding reads
+    and writes there.
 
     Which page belongs to whom is the scheduler's business; this only stores.
     """
@@ -168,7 +190,13 @@ class PagedCache:
 
     @classmethod
     def allocate(
-        cls, layers: int, blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        cls,
+        layers: int,
+        blocks: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> PagedCache:
         def pages() -> list[Tensor]:
             shape = (blocks, BLOCK, kv_heads, head_dim)
@@ -179,10 +207,12 @@ class PagedCache:
 
 @dataclass
 class PagedLayout:
-    """New tokens of B requests against their cached context: prefill (many new tokens) or decode (one each).
+    """New tokens of B requests against their cached context: prefill (many new tokens) or decode
+    (one each).
 
-    `slots` is where each new token's key and value go, `blocks_BN` the pages of each request's context (padded with page 0),
-    `place_BQ` the position of each new token in its own sequence. For ragged prefill `gather` and `keep` pad and unpad queries.
+    `slots` is where each new token's key and value go, `blocks_BN` the pages of each request's
+    context (padded with page 0), `place_BQ` the position of each new token in its own sequence. For
+    ragged prefill `gather` and `keep` pad and unpad queries.
     """
 
     cache: PagedCache
@@ -194,7 +224,13 @@ class PagedLayout:
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def attend(
-        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scale: float, window: int | None
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys.flatten(0, 1).index_copy_(0, self.slots, k_TKD)
@@ -247,7 +283,9 @@ def fledge_attention(
         refused.append("dropout")
     if refused or attention_mask is not None:
         what = ", ".join(refused) or "attention_mask"
-        raise ModelError(f"model.path: {type(module).__name__} asks for {what}, which is not supported")
+        raise ModelError(
+            f"model.path: {type(module).__name__} asks for {what}, which is not supported"
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = module.layer_idx
@@ -258,6 +296,8 @@ def fledge_attention(
 _CHANGES_RESULT = frozenset(
     {"softcap", "s_aux", "sinks", "head_mask", "position_bias", "is_causal", "indices", "alibi"}
 )
-"""Keywords by which models ask for another result; those that only carry information are left alone."""
+"""Keywords by which models ask for another result; those that only carry information are left
+alone.
+"""
 
 AttentionInterface.register(NAME, fledge_attention)

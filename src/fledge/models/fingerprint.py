@@ -16,7 +16,8 @@ _PERIOD = 8191
 def tensor_hash(tensor: Tensor) -> str:
     """Two wrapping sums over the bits, one of them weighted by position, with shape and dtype.
 
-    A changed, moved or swapped element changes it. It detects accidents; it is no defence against an adversary.
+    A changed, moved or swapped element changes it. It detects accidents; it is no defence against
+    an adversary.
     """
     bits = tensor.detach().contiguous().view(_VIEW[tensor.element_size()]).flatten().long()
     weights = torch.arange(1, _PERIOD + 1, device=bits.device)
@@ -27,7 +28,9 @@ def tensor_hash(tensor: Tensor) -> str:
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer by name, as the live tensors; tied ones appear once under their first name."""
+    """Every parameter and buffer by name, as the live tensors; tied ones appear once under their
+    first name.
+    """
     found: dict[str, Tensor] = dict(module.named_parameters())
     found.update((name, b) for name, b in module.named_buffers())
     return found

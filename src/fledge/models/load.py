@@ -1,12 +1,12 @@
 """Loading and exporting models. The same `Policy` object is trained, generated from and exported.
 
-`load_policy` reads a Hugging Face folder or hub name, applies the overrides to the model's own config, installs fledge's
-attention and proves, on a few tokens, that the result equals the stock model. What it cannot run exactly it refuses by name.
+`load_policy` reads a Hugging Face folder or hub name, applies the overrides to the model's own
+config, installs fledge's attention and proves, on a few tokens, that the result equals the stock
+model. What it cannot run exactly it refuses by name.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -36,6 +36,7 @@ from fledge.errors import ConfigError, ModelError
 from fledge.models import attention
 from fledge.models.attention import PackedLayout
 from fledge.models.lora import add_adapter
+from fledge.plugins import nearest
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROBE_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05, torch.float64: 1e-9}
@@ -44,10 +45,12 @@ PROBE_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05, tor
 
 @dataclass
 class Policy:
-    """A causal LM with its tokenizer: `module` is what is trained (with adapters, if any), `model` the Hugging Face model in it."""
+    """A causal LM with its tokenizer: `module` is what is trained (with adapters, if any), `model`
+    the Hugging Face model in it.
+    """
 
     module: nn.Module
-    model: PreTrainedModel
+    model: Any
     tokenizer: PreTrainedTokenizerBase
     source: str
 
@@ -58,6 +61,11 @@ class Policy:
     @property
     def head(self) -> nn.Module:
         return self.model.get_output_embeddings()
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows; a tokenizer may use fewer."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
     def config(self) -> PretrainedConfig:
@@ -103,9 +111,9 @@ def load_policy(config: ModelConfig, seed: int) -> Policy:
     hf_config = _with_overrides(_read_config(path), config.overrides)
     tokenizer = _read_tokenizer(path)
     device = _device(config.device)
-    model = _build(path, hf_config, config, seed).to(device)
-    _check_vocabulary(model, tokenizer)
+    model: Any = _build(path, hf_config, config, seed).to(device)  # type: ignore[arg-type]
     policy = Policy(model, model, tokenizer, config.path)
+    _check_vocabulary(policy)
     install_attention(policy)
     if device.type == "cpu":
         store_by_column(model)
@@ -140,26 +148,37 @@ def _read_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def _with_overrides(config: PretrainedConfig, overrides: Mapping[str, Any]) -> PretrainedConfig:
-    known = config.to_dict()
+    """The model's config with some of its own fields changed, and whatever it derives from them."""
+    values = config.to_dict()
     for name, value in overrides.items():
-        if name not in known:
-            close = difflib.get_close_matches(name, list(known), n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"model.overrides.{name}: {config.model_type} has no such field{hint}")
-        if isinstance(value, dict) and isinstance(known[name], dict):
-            value = {**known[name], **value}
-        setattr(config, name, value)
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
+        if name not in values:
+            raise ConfigError(
+                f"model.overrides.{name}: {config.model_type} has no such "
+                f"field{nearest(name, list(values))}"
+            )
+        merges = isinstance(value, dict) and isinstance(values[name], dict)
+        values[name] = {**values[name], **value} if merges else value
+    if "num_hidden_layers" in overrides and "layer_types" not in overrides:
+        values.pop("layer_types", None)
+    try:
+        changed = type(config).from_dict(values)
+        changed.validate()
+    except Exception as error:  # the config class belongs to somebody else, and so do its errors
+        raise ConfigError(
+            f"model.overrides: {config.model_type} refuses them: {_last_line(error)}"
+        ) from None
+    kind = (getattr(changed, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
         raise ModelError(
             f"model.overrides.rope_parameters: rope_type {kind!r} depends on what else is in the "
             "batch, so scores would not be reproducible; use linear, yarn or llama3"
         )
-    return config
+    return changed
 
 
-def _build(path: str, hf_config: PretrainedConfig, config: ModelConfig, seed: int) -> PreTrainedModel:
+def _build(
+    path: str, hf_config: PretrainedConfig, config: ModelConfig, seed: int
+) -> PreTrainedModel:
     dtype = DTYPES[config.dtype]
     if config.random_init:
         torch.manual_seed(seed)
@@ -168,8 +187,14 @@ def _build(path: str, hf_config: PretrainedConfig, config: ModelConfig, seed: in
     try:
         return AutoModelForCausalLM.from_pretrained(path, config=hf_config, dtype=dtype)
     except (OSError, ValueError) as error:
-        hint = "; set model.random_init=true to start from fresh weights" if Path(path).exists() else ""
-        raise ModelError(f"model.path: cannot load weights of {path!r}{hint}: {_first_line(error)}") from None
+        hint = (
+            "; set model.random_init=true to start from fresh weights"
+            if Path(path).exists()
+            else ""
+        )
+        raise ModelError(
+            f"model.path: cannot load weights of {path!r}{hint}: {_first_line(error)}"
+        ) from None
 
 
 def _device(name: str) -> torch.device:
@@ -180,19 +205,21 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = model.get_input_embeddings().weight.shape[0]
-    largest = max(tokenizer.get_vocab().values())
+def _check_vocabulary(policy: Policy) -> None:
+    rows = policy.vocabulary
+    largest = max(policy.tokenizer.get_vocab().values())
     if largest >= rows:
         raise ModelError(
-            f"model.path: the tokenizer has ids up to {largest}, but the model knows {rows} tokens; "
+            f"model.path: the tokenizer has ids up to {largest}, but the model knows {rows} "
+            "tokens; "
             "they do not belong together"
         )
 
 
 @torch.no_grad()
 def store_by_column(model: PreTrainedModel) -> None:
-    """Lay linear weights out by column: CPU matrix products of a few dozen rows, which is what decoding is, get a third faster.
+    """Lay linear weights out by column: CPU matrix products of a few dozen rows, which is what
+    decoding is, get a third faster.
 
     Shapes and values stay; exports are written the usual way round.
     """
@@ -205,32 +232,38 @@ def store_by_column(model: PreTrainedModel) -> None:
 def install_attention(policy: Policy) -> None:
     """Switch to fledge's attention and compare it with the stock one on a few ragged tokens."""
     model = policy.model
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = policy.vocabulary
     generator = torch.Generator().manual_seed(0)
     lengths = [5, 2]
     ids = torch.randint(0, vocabulary, (sum(lengths),), generator=generator).to(policy.device)
     model.eval()
     with torch.no_grad():
         model.set_attn_implementation("eager")
-        stock = torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in ids.split(lengths)])
+        stock = torch.cat(
+            [model(input_ids=row[None], use_cache=False).logits[0] for row in ids.split(lengths)]
+        )
         try:
             model.set_attn_implementation(attention.NAME)
             places = torch.cat([torch.arange(n) for n in lengths]).to(policy.device)
-            ours = policy.head(policy.hidden(ids, places, PackedLayout.of_lengths(lengths, policy.device)))
+            ours = policy.head(
+                policy.hidden(ids, places, PackedLayout.of_lengths(lengths, policy.device))
+            )
         except (ValueError, TypeError, AttributeError) as error:
             raise ModelError(
-                f"model.path: {type(model).__name__} does not run through the attention interface: {_first_line(error)}"
+                f"model.path: {type(model).__name__} does not run through the attention interface: "
+                f"{_first_line(error)}"
             ) from None
     gap = (stock.float() - ours.float()).abs().max().item()
     if not gap <= PROBE_GAP[policy.dtype]:
         raise ModelError(
-            f"model.path: {type(model).__name__} gives other logits with fledge's attention than on its own "
+            f"model.path: {type(model).__name__} gives other logits with fledge's attention than "
+            "on its own "
             f"(largest difference {gap:.2g}); it uses something that is not supported"
         )
 
 
 def export(policy: Policy, directory: Path, *, merge: bool = True) -> None:
-    """Write what plain `transformers` (merged) or `peft` (adapter only) loads, tokenizer included."""
+    """Write what plain `transformers` (merged) or `peft` (adapter) loads, with the tokenizer."""
     save_weights(policy, directory, merge=merge)
     policy.tokenizer.save_pretrained(str(directory))
 
@@ -239,7 +272,8 @@ def save_weights(policy: Policy, directory: Path, *, merge: bool) -> None:
     """Weights and their config only: safetensors and JSON."""
     directory.mkdir(parents=True, exist_ok=True)
     if policy.has_adapter and not merge:
-        policy.module.save_pretrained(str(directory))
+        adapter: Any = policy.module
+        adapter.save_pretrained(str(directory))
         (directory / "README.md").unlink(missing_ok=True)  # a model card with nothing in it
     else:
         _export_full(policy, directory)
@@ -255,9 +289,12 @@ def _export_full(policy: Policy, directory: Path) -> None:
         model.config._attn_implementation = implementation
 
 
-def merged_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """A copy of the weights under their plain names, adapters merged in; the model itself stays as it is, bit for bit."""
+def merged_state(model: Any) -> dict[str, Tensor]:
+    """A copy of the weights under their plain names, adapters merged in; the model itself stays as
+    it is, bit for bit.
+    """
     merged = {}
+    layer: Any
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
             weight = layer.get_base_layer().weight
@@ -278,7 +315,10 @@ def merged_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def restore_weights(policy: Policy, directory: Path) -> None:
-    """Copy saved weights (or a saved adapter) into the live parameters, in place. Every tensor must be there and fit."""
+    """Copy saved weights (or a saved adapter) into the live parameters, in place. Every tensor must
+    be there and fit.
+    """
+    live: dict[str, Tensor]
     found: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         found.update(load_file(file))
@@ -294,7 +334,9 @@ def restore_weights(policy: Policy, directory: Path) -> None:
     with torch.no_grad():
         for name, tensor in live.items():
             if tensor.shape != found[name].shape or tensor.dtype != found[name].dtype:
-                raise ValueError(f"{name} is {found[name].dtype}{tuple(found[name].shape)} in the checkpoint")
+                raise ValueError(
+                    f"{name} is {found[name].dtype}{tuple(found[name].shape)} in the checkpoint"
+                )
             tensor.copy_(found[name])
 
 
@@ -302,9 +344,17 @@ def _adapter_name(saved: str) -> str:
     """PEFT saves adapters without their name; in the model they are called `default`."""
     for part in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
         saved = saved.replace(f".{part}.", f".{part}.default.")
-    return saved.replace(".lora_magnitude_vector", ".lora_magnitude_vector.default.weight") if saved.endswith(
-        ".lora_magnitude_vector"
-    ) else saved
+    return (
+        saved.replace(".lora_magnitude_vector", ".lora_magnitude_vector.default.weight")
+        if saved.endswith(".lora_magnitude_vector")
+        else saved
+    )
+
+
+def _last_line(error: Exception) -> str:
+    return (
+        str(error).strip().splitlines()[-1].strip() if str(error).strip() else type(error).__name__
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -15,7 +15,7 @@ from fledge.errors import ConfigError
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
-    """Wrap `model` so that only adapters train. A target that matches nothing is refused by name."""
+    """Wrap `model` so that only adapters train. A target without a match is refused by name."""
     names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
     if isinstance(config.targets, list):
         for target in config.targets:
@@ -24,7 +24,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     peft_config = PeftLoraConfig(
         task_type="CAUSAL_LM",
         r=config.rank,
-        lora_alpha=config.alpha,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]
         target_modules=config.targets,
         use_rslora=config.rslora,
         use_dora=config.dora,

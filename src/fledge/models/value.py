@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 
 class ValueHead(nn.Module):
-    """`V_t = w . h_t + b`, in fp32, starting at zero so that a fresh critic predicts nothing rather than noise."""
+    """`V_t = w . h_t + b`, in fp32, starting at zero so that a fresh critic predicts nothing rather
+    than noise.
+    """
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

@@ -1,7 +1,9 @@
-"""Keeping the books of a run, RL or supervised: metrics, checkpoints, trackers, the display, and the wish to stop.
+"""Keeping the books of a run, RL or supervised: metrics, checkpoints, trackers, the display, and
+the wish to stop.
 
-`Books` never trains. A signal (Ctrl-C, SIGTERM) only sets `stopping`; the loop ends the step it is in, saves and says how to
-continue. A second Ctrl-C stops at once, and the run continues from its last checkpoint.
+`Books` never trains. A signal (Ctrl-C, SIGTERM) only sets `stopping`; the loop ends the step it is
+in, saves and says how to continue. A second Ctrl-C stops at once, and the run continues from its
+last checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _PHASES = {
 class Books:
     """One run directory and everyone who wants to hear about the run.
 
-    `identity` is what a resumed run must share with the one it continues, besides the configuration.
+    `identity` is what a resumed run must share with the one it continues, besides the
+    configuration.
     """
 
     def __init__(self, resolved: Resolved[Any], identity: Mapping[str, Any], title: str) -> None:
@@ -67,7 +70,10 @@ class Books:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -92,7 +98,9 @@ class Books:
         self.run_dir.event("warning", message)
 
     def begin(self, restore: Callable[[Any], None]) -> int:
-        """Resume from the newest checkpoint, or start: the step to go on from. `restore` gets the checkpoint."""
+        """Resume from the newest checkpoint, or start: the step to go on from. `restore` gets the
+        checkpoint.
+        """
         saved = self._saved
         if saved is not None:
             check_identity(saved.state["identity"], self._identity, self.warn)
@@ -113,7 +121,8 @@ class Books:
         config = self.resolved.config
         if config.steps != before and config.optim.schedule != "constant":
             self.warn(
-                f"steps changed from {before} to {config.steps}, and optim.schedule={config.optim.schedule} depends on it: "
+                f"steps changed from {before} to {config.steps}, and "
+                f"optim.schedule={config.optim.schedule} depends on it: "
                 "learning rates from here on differ from the first run's"
             )
 
@@ -141,7 +150,9 @@ class Books:
             found["perf/tok_s"] = tokens / found["time/total"]
         return found
 
-    def save(self, step: int, trainer: Trainer, state: Mapping[str, Any], score: float | None = None) -> None:
+    def save(
+        self, step: int, trainer: Trainer, state: Mapping[str, Any], score: float | None = None
+    ) -> None:
         """A checkpoint of `step`; what was recorded up to it is made durable first."""
         with self.clock.span("save"):
             self.run_dir.sync()

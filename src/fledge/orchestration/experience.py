@@ -1,7 +1,9 @@
-"""Experience: tasks go out, groups come back, and no trained token is more than `max_lag` versions old.
+"""Experience: tasks go out, groups come back, and no trained token is more than `max_lag` versions
+old.
 
-The rule is `window`: batch n is issued only when the version is at least n - max_lag, and step n trains exactly batch n, waiting
-for its stragglers. So nothing is discarded, and with `max_lag = 0` rollouts and updates take turns.
+The rule is `window`: batch n is issued only when the version is at least n - max_lag, and step n
+trains exactly batch n, waiting for its stragglers. So nothing is discarded, and with `max_lag = 0`
+rollouts and updates take turns.
 
     consumes    tasks from the stream, in order
     produces    groups, batch by batch
@@ -22,7 +24,9 @@ from fledge.types import Group, Task
 
 
 class Experience:
-    """Batches of groups in the order of their issue; the data position it saves is that of the oldest untrained batch."""
+    """Batches of groups in the order of their issue; the data position it saves is that of the
+    oldest untrained batch.
+    """
 
     def __init__(
         self,
@@ -69,7 +73,9 @@ class Experience:
 
     def _play(self, batch: int, index: int) -> asyncio.Task[Group]:
         epoch, task = self._stream.next()
-        return asyncio.create_task(self._generate(task, epoch, episode_seed(self._seed, batch, index)))
+        return asyncio.create_task(
+            self._generate(task, epoch, episode_seed(self._seed, batch, index))
+        )
 
     async def _generate(self, task: Task, epoch: int, seed: int) -> Group:
         return await self._generator.generate(task, self._group_size, epoch=epoch, seed=seed)
@@ -88,11 +94,15 @@ class Experience:
         self._issue()
 
     def state(self, version: int) -> Mapping[str, Any]:
-        """Where the stream was before the batch of `version` was issued; in-flight batches are played again on resume."""
+        """Where the stream was before the batch of `version` was issued; in-flight batches are
+        played again on resume.
+        """
         return self._positions.get(version, self._stream.state())
 
 
 def episode_seed(*parts: int) -> int:
-    """A 63-bit seed from integers; neighbours share nothing, and adding an episode's index keeps it apart."""
+    """A 63-bit seed from integers; neighbours share nothing, and adding an episode's index keeps it
+    apart.
+    """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1

@@ -1,4 +1,6 @@
-"""Watching a run: terms that contribute exactly nothing, signals that die out, numbers that drift. It warns; it never repairs."""
+"""Watching a run: terms that contribute exactly nothing, signals that die out, numbers that drift.
+It warns; it never repairs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ MISMATCH_ALARM = {"fp32": 1e-3, "bf16": 0.5, "fp16": 0.2}
 _TERMS = {
     "term/kl": "algorithm.kl_coef is set, but the KL term has been exactly 0",
     "term/entropy": "algorithm.entropy_coef is set, but the entropy has been exactly 0",
-    "term/policy": "every policy-loss term has been exactly 0: no episode differs from its baseline",
+    "term/policy": "every policy-loss term has been exactly 0: no episode differs from its "
+    "baseline",
 }
 
 

@@ -1,4 +1,6 @@
-"""The one loop. Staleness is a number of `experience`; everything else was decided before the loop began."""
+"""The one loop. Staleness is a number of `experience`; everything else was decided before the loop
+began.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from fledge.inference import NativeEngine
 from fledge.metrics import rollout_metrics
 from fledge.models.load import Policy
 from fledge.orchestration.books import Books
-from fledge.orchestration.evaluate import Evaluator
+from fledge.orchestration.evaluation import Evaluator
 from fledge.orchestration.experience import Experience
 from fledge.orchestration.health import Health
 from fledge.orchestration.setup import identity, inert_settings, make_tasks
@@ -28,7 +28,7 @@ from fledge.weights import SharedMemoryTransport
 
 
 class Run:
-    """Everything that the loop touches. Built from a configuration, free of decisions afterwards."""
+    """Everything that the loop touches, built from a configuration before the loop begins."""
 
     def __init__(self, resolved: Resolved[TrainConfig], policy: Policy) -> None:
         config = self.config = resolved.config
@@ -58,7 +58,7 @@ class Run:
         self.books = Books(resolved, identity(policy, self.tasks.fingerprint()), title)
         self.health = Health(self.books.warn, config.model.dtype)
         self._inert = inert_settings(resolved)
-        self._generator = EpisodeGenerator(
+        self.generator = EpisodeGenerator(
             self.engine,
             renderer,
             environment,
@@ -81,7 +81,8 @@ class Run:
         tasks = self.tasks
         self.books.run_dir.event(
             "data",
-            f"{len(tasks.train)} training tasks, {len(tasks.eval)} held out, {tasks.duplicates} duplicates merged, "
+            f"{len(tasks.train)} training tasks, {len(tasks.eval)} held out, {tasks.duplicates} "
+            "duplicates merged, "
             f"{tasks.too_long} filtered by length",
         )
         with self.phase("publish"):
@@ -100,7 +101,7 @@ class Run:
     def experience(self, version: int) -> Experience:
         rollout = self.config.rollout
         self._experience = Experience(
-            self._generator,
+            self.generator,
             self.stream,
             group_size=rollout.group_size,
             groups_per_step=rollout.groups_per_step,

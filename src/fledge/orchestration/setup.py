@@ -1,4 +1,6 @@
-"""From a configuration to the objects of a run: threads, model, renderer, tasks. Bad input is refused here, before any work."""
+"""From a configuration to the objects of a run: threads, model, renderer, tasks. Bad input is
+refused here, before any work.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from fledge.config import Resolved, TrainConfig
 from fledge.config.schema import CommonConfig, DataConfig, ModelConfig
 from fledge.data.render import make_renderer
 from fledge.data.tasks import filter_by_length, fingerprint, load_rows, split_off, to_tasks
-from fledge.envs import EnvironmentFactory, make_factory
+from fledge.envs import EnvironmentFactory
 from fledge.errors import DataError
 from fledge.interfaces import Renderer
 from fledge.models.fingerprint import digest, module_tensors, tensor_hash
@@ -63,8 +65,14 @@ def make_tasks(config: TrainConfig, environment: EnvironmentFactory, policy: Pol
     lengths = prompt_lengths([*train, *held_out], environment, renderer, config.rollout.timeout)
     room = policy.context - config.rollout.max_new_tokens
     if data.max_prompt_tokens is not None:
-        kept, dropped = filter_by_length(train, lambda t: lengths.get(t.key, 0), data.max_prompt_tokens)
-        held_out, more = filter_by_length(held_out, lambda t: lengths.get(t.key, 0), data.max_prompt_tokens) if held_out else ([], 0)
+        kept, dropped = filter_by_length(
+            train, lambda t: lengths.get(t.key, 0), data.max_prompt_tokens
+        )
+        held_out, more = (
+            filter_by_length(held_out, lambda t: lengths.get(t.key, 0), data.max_prompt_tokens)
+            if held_out
+            else ([], 0)
+        )
         train, too_long = kept, dropped + more
     else:
         too_long = 0
@@ -72,9 +80,12 @@ def make_tasks(config: TrainConfig, environment: EnvironmentFactory, policy: Pol
     if longest > room:
         key = next(t.key for t in [*train, *held_out] if lengths.get(t.key, 0) == longest)
         raise DataError(
-            f"data.max_prompt_tokens: the prompt of task {key!r} has {longest} tokens, but the model's context of "
-            f"{policy.context} leaves {room} beside rollout.max_new_tokens={config.rollout.max_new_tokens}; "
-            f"set data.max_prompt_tokens={max(room, 1)} to filter such tasks, or lower rollout.max_new_tokens"
+            f"data.max_prompt_tokens: the prompt of task {key!r} has {longest} tokens, but the "
+            "model's context of "
+            f"{policy.context} leaves {room} beside "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}; "
+            f"set data.max_prompt_tokens={max(room, 1)} to filter such tasks, or lower "
+            "rollout.max_new_tokens"
         )
     return Tasks(train, held_out, duplicates, too_long, longest)
 
@@ -85,12 +96,16 @@ def _hold_out(data: DataConfig, train: list[Task], seed: int) -> tuple[list[Task
     held_out = to_tasks(load_rows(data.eval, "data.eval"), "data.eval")
     if data.eval_size:
         if data.eval_size > len(held_out):
-            raise DataError(f"data.eval_size: {data.eval_size} asked for, but data.eval has {len(held_out)} tasks")
+            raise DataError(
+                f"data.eval_size: {data.eval_size} asked for, but data.eval has {len(held_out)} "
+                "tasks"
+            )
         held_out = held_out[: data.eval_size]
     shared = {t.key for t in train} & {t.key for t in held_out}
     if shared:
         raise DataError(
-            f"data.eval: {len(shared)} of its tasks are also in data.train (such as {min(shared)!r}); "
+            f"data.eval: {len(shared)} of its tasks are also in data.train (such as "
+            f"{min(shared)!r}); "
             "an evaluation on trained tasks says nothing"
         )
     return train, held_out
@@ -129,22 +144,29 @@ def inert_settings(resolved: Resolved[TrainConfig]) -> list[str]:
     config, found = resolved.config, []
     for name in config.algorithm.loss.arguments:
         key = f"algorithm.loss.{name}"
-        if config.algorithm.loss.name == "clipped" and name in ("low", "high") and config.algorithm.updates == 1:
+        if (
+            config.algorithm.loss.name == "clipped"
+            and name in ("low", "high")
+            and config.algorithm.updates == 1
+        ):
             found.append(
-                f"{key} has no effect: with one update per batch the ratio is 1 and nothing is clipped; "
+                f"{key} has no effect: with one update per batch the ratio is 1 and nothing is "
+                "clipped; "
                 "set algorithm.epochs or algorithm.minibatches above 1, or drop it"
             )
     evaluates = config.data.eval is not None or config.data.eval_size
     for name in type(config.eval).model_fields:
         if resolved.was_set(f"eval.{name}") and not evaluates:
-            found.append(f"eval.{name} has no effect: there is nothing to evaluate on; set data.eval or data.eval_size")
+            found.append(
+                f"eval.{name} has no effect: there is nothing to evaluate on; set data.eval or "
+                "data.eval_size"
+            )
     if resolved.was_set("tracking.project") and not config.tracking.to:
         found.append("tracking.project has no effect: tracking.to is empty")
     if config.optim.warmup_steps >= config.steps:
         found.append(
-            f"optim.lr={config.optim.lr:g} is never reached: optim.warmup_steps={config.optim.warmup_steps} "
+            f"optim.lr={config.optim.lr:g} is never reached: "
+            f"optim.warmup_steps={config.optim.warmup_steps} "
             f"is not less than steps={config.steps}"
         )
     return found
-
-

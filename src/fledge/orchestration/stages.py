@@ -1,7 +1,8 @@
-"""Whole commands as functions: `train`, `sft`, `evaluate`, and opening a run. The command line only prints around them.
+"""Whole commands as functions: `train`, `sft`, `evaluate`, and opening a run. The command line only
+prints around them.
 
-A run with a `warm_start` is two runs: a supervised one in `<run_dir>/warm_start`, and RL that begins from its export. Each
-resumes by itself.
+A run with a `warm_start` is two runs: a supervised one in `<run_dir>/warm_start`, and RL that
+begins from its export. Each resumes by itself.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from fledge.errors import CheckpointError, ConfigError
 from fledge.inference import NativeEngine
 from fledge.models.load import Policy, export, restore_weights
 from fledge.orchestration.checkpoint import read_latest
-from fledge.orchestration.evaluate import Evaluation, Evaluator
+from fledge.orchestration.evaluation import Evaluation, Evaluator
 from fledge.orchestration.files import write_atomic
 from fledge.orchestration.loop import train as run_loop
 from fledge.orchestration.run import Run
 from fledge.orchestration.setup import make_policy, make_tasks
-from fledge.orchestration.sft import SftRun
+from fledge.orchestration.supervised import SftRun
 
 EXPORT = "model"
 """The folder of a run that holds its export."""
@@ -53,7 +54,9 @@ def train(resolved: Resolved[TrainConfig]) -> dict[str, Any]:
         report["seconds"] = time.monotonic() - began
         books.run_dir.write_report(report)
         if not report["finished"]:
-            books.said_goodbye(step, f"give the same command again (run_dir={resolved.config.run_dir})")
+            books.said_goodbye(
+                step, f"give the same command again (run_dir={resolved.config.run_dir})"
+            )
     return report
 
 
@@ -75,7 +78,9 @@ def sft(resolved: Resolved[SftConfig]) -> dict[str, Any]:
         report["seconds"] = time.monotonic() - began
         books.run_dir.write_report(report)
         if not report["finished"]:
-            books.said_goodbye(step, f"give the same command again (run_dir={resolved.config.run_dir})")
+            books.said_goodbye(
+                step, f"give the same command again (run_dir={resolved.config.run_dir})"
+            )
     return report
 
 
@@ -86,7 +91,9 @@ def _finish(policy: Policy, run_dir: Path, report: dict[str, Any]) -> None:
 
 
 def _warm_start(resolved: Resolved[TrainConfig]) -> dict[str, Any] | None:
-    """The supervised run that RL begins from. Returns the score of the model before it, or None if it was stopped early."""
+    """The supervised run that RL begins from. Returns the score of the model before it, or None if
+    it was stopped early.
+    """
     config = resolved.config
     folder = Path(config.run_dir) / "warm_start"
     scored = folder / "before.json"
@@ -126,7 +133,11 @@ def _starting_model(config: CommonConfig) -> ModelConfig:
     """The model that training begins from: as configured, or what the warm start left."""
     if getattr(config, "warm_start", None) is None:
         return config.model
-    left = {"path": str(Path(config.run_dir) / "warm_start" / EXPORT), "random_init": False, "overrides": {}}
+    left = {
+        "path": str(Path(config.run_dir) / "warm_start" / EXPORT),
+        "random_init": False,
+        "overrides": {},
+    }
     return config.model.model_copy(update=left)
 
 
@@ -155,17 +166,24 @@ def run_config(run_dir: str | Path, overrides: Sequence[str] = ()) -> Resolved[A
 
 
 def evaluate(source: str | Path, overrides: Sequence[str] = ()) -> tuple[str, Evaluation]:
-    """Score a run (its newest checkpoint) or a recipe (its starting model) on held-out tasks; with the environment's name."""
+    """Score a run (its newest checkpoint) or a recipe (its starting model) on held-out tasks; with
+    the environment's name.
+    """
     if (Path(source) / "config.yaml").exists():
         config, policy = open_run(source, overrides)
     else:
         config = load_config(TrainConfig, source, overrides).config
         policy = make_policy(config)
     if not isinstance(config, TrainConfig):
-        raise ConfigError(f"run {source} is supervised, so it has no environment to be scored in; give a train run or recipe")
+        raise ConfigError(
+            f"run {source} is supervised, so it has no environment to be scored in; give a train "
+            "run or recipe"
+        )
     found = _score(config, policy)
     if found is None:
-        raise ConfigError("data.eval: there is nothing to evaluate on; set data.eval or data.eval_size")
+        raise ConfigError(
+            "data.eval: there is nothing to evaluate on; set data.eval or data.eval_size"
+        )
     return config.env.name, found
 
 

@@ -1,7 +1,9 @@
-"""Playing episodes: ask the environment, let the engine answer, score the reply. One turn per episode.
+"""Playing episodes: ask the environment, let the engine answer, score the reply. One turn per
+episode.
 
-Tokens are kept exactly as the engine sampled them; the text that the environment sees is a view. A failure of the environment is
-never a reward: it is retried, then the episode is set aside with its outcome. Only a reward that is not a number stops the run.
+Tokens are kept exactly as the engine sampled them; the text that the environment sees is a view. A
+failure of the environment is never a reward: it is retried, then the episode is set aside with its
+outcome. Only a reward that is not a number stops the run.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class _Failed(Exception):
 class EpisodeGenerator:
     """Plays n single-turn episodes of a task at once.
 
-    `timeout` bounds each call of the environment, `retries` how often a failed episode is played again.
+    `timeout` bounds each call of the environment, `retries` how often a failed episode is played
+    again.
     """
 
     engine: InferenceEngine
@@ -56,7 +59,8 @@ class EpisodeGenerator:
         )
 
     async def _until_usable(self, task: Task, index: int, seed: int) -> Episode:
-        # The session opens before the first wait, so the engine knows of every episode from the start.
+        # The session opens before the first wait, so the engine knows of every episode from the
+        # start.
         with self.engine.session() as session:
             for attempt in range(self.retries + 1):
                 if attempt:
@@ -75,7 +79,9 @@ class EpisodeGenerator:
             completion = await self.engine.generate(prompt, sampling, session)
             reply = self.renderer.parse(completion.token_ids)
             step = await self._call(env.step(reply), Outcome.GRADER_ERROR, "step")
-            return _finished(task, index, prompt, completion, [*asked, reply], check_step(step, env, task))
+            return _finished(
+                task, index, prompt, completion, [*asked, reply], check_step(step, env, task)
+            )
         except _Failed as failure:
             return Episode(task.key, index, (), (), failure.outcome, (), error=str(failure))
         finally:
@@ -83,7 +89,7 @@ class EpisodeGenerator:
                 await _close(env, self.timeout)
 
     async def _call(self, work: Awaitable[T], outcome: Outcome, what: str) -> T:
-        """Await one call of the environment; whatever goes wrong there is attributed, not raised."""
+        """Await one call of the environment; what goes wrong there is attributed to it."""
         try:
             return await asyncio.wait_for(work, self.timeout)
         except TimeoutError:
@@ -104,15 +110,23 @@ def check_step(step: Step, env: Environment, task: Task) -> Step:
     reward = step.reward
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
         raise RewardError(
-            f"env: {name} gave the reward {reward!r} for task {task.key!r}; it must be a finite number"
+            f"env: {name} gave the reward {reward!r} for task {task.key!r}; it must be a finite "
+            "number"
         )
     if not (step.terminated or step.truncated):
-        raise PluginError(f"env: {name} asks for a second turn; this generator plays one turn per episode")
+        raise PluginError(
+            f"env: {name} asks for a second turn; this generator plays one turn per episode"
+        )
     return step
 
 
 def _finished(
-    task: Task, index: int, prompt: list[int], completion: Completion, messages: list[Message], step: Step
+    task: Task,
+    index: int,
+    prompt: list[int],
+    completion: Completion,
+    messages: list[Message],
+    step: Step,
 ) -> Episode:
     context = len(prompt)
     sampled = len(completion.token_ids)

@@ -1,4 +1,4 @@
-"""The Trainer: owns the parameters; scores tokens, accumulates gradients, steps, saves and loads."""
+"""The Trainer: owns the parameters; scores tokens, adds up gradients, steps, saves and loads."""
 
 from fledge.trainer.local import LocalTrainer
 from fledge.trainer.schedule import learning_rate

@@ -1,13 +1,16 @@
-"""From rows of tokens to log-probs: each prompt is computed once for all its rows, and full logits are never built.
+"""From rows of tokens to log-probs: each prompt is computed once for all its rows, and full logits
+are never built.
 
-`Plan` lays the tokens of a micro-batch side by side; `head_scores` turns hidden states into log-probs and entropies in
-chunks that are recomputed in the backward pass, so memory is bounded by one chunk and not by tokens x vocabulary.
+`Plan` lays the tokens of a micro-batch side by side; `head_scores` turns hidden states into
+log-probs and entropies in chunks that are recomputed in the backward pass, so memory is bounded by
+one chunk and not by tokens x vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +75,9 @@ class Plan:
         )
 
 
-def head_scores(head: nn.Module, hidden_NH: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def head_scores(
+    head: nn.Module, hidden_NH: Tensor, targets_N: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each distribution, at `temperature`."""
 
     def chunk_scores(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +89,7 @@ def head_scores(head: nn.Module, hidden_NH: Tensor, targets_N: Tensor, temperatu
         entropy = -(logp_CV.exp() * logp_CV).sum(-1)
         return logp_CV.gather(1, targets[:, None])[:, 0], entropy
 
-    vocabulary = head.weight.shape[0]
+    vocabulary = cast(Tensor, head.weight).shape[0]
     size = max(1, CHUNK_LOGITS // vocabulary)
     if len(hidden_NH) <= size:
         return chunk_scores(hidden_NH, targets_N)

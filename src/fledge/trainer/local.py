@@ -1,7 +1,8 @@
 """The Trainer in one process: score, forward_backward, optim_step, save, load.
 
-It owns the parameters of a `Policy` and knows nothing of rewards or algorithms: a loss is a function it is handed.
-It never reduces a loss by itself: each trained token carries its weight (`scale`), fixed before the batch was cut.
+It owns the parameters of a `Policy` and knows nothing of rewards or algorithms: a loss is a
+function it is handed. It never reduces a loss by itself: each trained token carries its weight
+(`scale`), fixed before the batch was cut.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from fledge.trainer.optim import Optimizer
 class LocalTrainer:
     """Trains a policy (or, with `value_head`, a critic) with packed batches.
 
-    `temperature` is that of the rollouts: log-probs are scored under the distribution that was sampled from.
+    `temperature` is that of the rollouts: log-probs are scored under the distribution that was
+    sampled from.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class LocalTrainer:
         self.policy = policy
         self.temperature = temperature
         self.micro_tokens = optim.micro_tokens
-        self.value_head = ValueHead(policy.config.hidden_size).to(policy.device) if value_head else None
+        self.value_head = (
+            ValueHead(policy.config.hidden_size).to(policy.device) if value_head else None
+        )
         if gradient_checkpointing:
             policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._checkpointing = gradient_checkpointing
@@ -59,7 +63,9 @@ class LocalTrainer:
         if self.value_head is not None:
             trainable |= {f"value_head.{n}": p for n, p in self.value_head.named_parameters()}
         self.optimizer = Optimizer(trainable, optim, plus_ratio)
-        self._reference = _frozen_copy(policy) if keep_reference and not policy.has_adapter else None
+        self._reference = (
+            _frozen_copy(policy) if keep_reference and not policy.has_adapter else None
+        )
         self._ledger = Ledger()
 
     async def score(self, batch: Batch, needs: Collection[str]) -> Batch:
@@ -93,7 +99,8 @@ class LocalTrainer:
     async def forward_backward(self, micro: Batch, loss: Loss) -> None:
         """Add the gradient of `sum(scale * loss)` over the micro-batch's trained tokens."""
         plan = Plan.of(micro.rows, self.policy.device)
-        # Hugging Face checkpoints activations only in training mode; models with dropout are refused at load.
+        # Hugging Face checkpoints activations only in training mode; models with dropout are
+        # refused at load.
         with _training_mode(self.policy.model) if self._checkpointing else nullcontext():
             tokens = self._tokens(micro, plan)
             loss_N, stats = loss(tokens)
@@ -128,7 +135,7 @@ class LocalTrainer:
             value=value,
         )
 
-    def _record(self, micro: Batch, x: Tokens, total: Tensor, stats: Stats) -> None:
+    def _record(self, micro: Batch, x: Tokens, total: Tensor, stats: Mapping[str, Tensor]) -> None:
         logp = x.logp.detach()
         everything: Stats = {"policy/entropy": x.entropy.detach(), **stats}
         if "old_logp" in micro.columns:
@@ -145,12 +152,15 @@ class LocalTrainer:
             }
         for name, values in everything.items():
             if name.endswith(("_max", "_min")):
-                self._ledger.extreme(name, (values.max() if name.endswith("_max") else values.min()).item())
+                self._ledger.extreme(
+                    name, (values.max() if name.endswith("_max") else values.min()).item()
+                )
             else:
                 self._ledger.add(name, values.sum(dtype=torch.float64).item(), len(values))
-        self._ledger.add("loss", total.item(), 0)
+        self._ledger.add("policy/loss", total.item(), 0)
 
     async def optim_step(self, learning_rate: float) -> None:
+        self._ledger.add("policy/loss", 0.0, 1)  # micro-batches of one update add up
         for name, value in self.optimizer.step(learning_rate).items():
             self._ledger.add(name, value, 1)
 
@@ -169,21 +179,29 @@ class LocalTrainer:
         return {name: t.data_ptr() for name, t in module_tensors(self.policy.model).items()}
 
     def save(self, directory: Path) -> None:
-        """Weights in Hugging Face format (or the adapter in PEFT's), optimiser state beside them; nothing is pickled."""
+        """Weights in Hugging Face format (or the adapter in PEFT's), optimiser state beside them;
+        nothing is pickled.
+        """
         save_weights(self.policy, directory / "weights", merge=False)
         save_file(self.optimizer.tensors(), directory / "optimizer.safetensors")
         if self.value_head is not None:
             save_file(self.value_head.state_dict(), directory / "value_head.safetensors")
-        (directory / "trainer.json").write_text(json.dumps({"scaler": self.optimizer.scaler_state()}))
+        (directory / "trainer.json").write_text(
+            json.dumps({"scaler": self.optimizer.scaler_state()})
+        )
 
     def load(self, directory: Path) -> None:
-        """Restore in place: addresses of parameters do not change, so an engine that shares them sees the new values."""
+        """Restore in place: addresses of parameters do not change, so an engine that shares them
+        sees the new values.
+        """
         try:
             restore_weights(self.policy, directory / "weights")
             self.optimizer.load_tensors(load_file(directory / "optimizer.safetensors"))
             if self.value_head is not None:
                 self.value_head.load_state_dict(load_file(directory / "value_head.safetensors"))
-            self.optimizer.load_scaler_state(json.loads((directory / "trainer.json").read_text())["scaler"])
+            self.optimizer.load_scaler_state(
+                json.loads((directory / "trainer.json").read_text())["scaler"]
+            )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(f"checkpoint {directory} cannot be loaded: {error}") from error
         self.optimizer.clear()
@@ -205,7 +223,11 @@ class _training_mode:
 def _where_not_finite(micro: Batch, x: Tokens, loss_N: Tensor) -> str:
     """Name the episode and the column that made the loss NaN or infinite."""
     bad = int((~loss_N.isfinite()).nonzero()[0, 0]) if (~loss_N.isfinite()).any() else 0
-    row = int(torch.searchsorted(torch.tensor([len(r.trained) for r in micro.rows]).cumsum(0), bad, right=True))
+    row = int(
+        torch.searchsorted(
+            torch.tensor([len(r.trained) for r in micro.rows]).cumsum(0), bad, right=True
+        )
+    )
     columns = {"log-prob": x.logp, "old log-prob": x.old_logp, "advantage": x.advantage}
     culprits = [name for name, c in columns.items() if not c[bad].isfinite()]
     what = f" (its {' and '.join(culprits)} is not finite)" if culprits else ""
@@ -220,6 +242,8 @@ def _hidden(policy: Policy, plan: Plan) -> Tensor:
 
 
 def _frozen_copy(policy: Policy) -> Policy:
-    """The policy as it is now. It is the model that the run began from, so a resumed run makes the same copy again."""
+    """The policy as it is now. It is the model that the run began from, so a resumed run makes the
+    same copy again.
+    """
     model = copy.deepcopy(policy.model).requires_grad_(False)
     return Policy(model, model, policy.tokenizer, policy.source)

@@ -1,7 +1,9 @@
-"""AdamW whose state is always fp32, whatever the dtype of the weights, and whose gradients add up in fp32.
+"""AdamW whose state is always fp32, whatever the dtype of the weights, and whose gradients add up
+in fp32.
 
-Weights in bf16 or fp16 get an fp32 master copy here: small updates would otherwise round to nothing, silently. fp16 adds
-dynamic loss scaling. State is named by parameter, so it is saved as plain tensors and loads whatever the order.
+Weights in bf16 or fp16 get an fp32 master copy here: small updates would otherwise round to
+nothing, silently. fp16 adds dynamic loss scaling. State is named by parameter, so it is saved as
+plain tensors and loads whatever the order.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _LOW = (torch.bfloat16, torch.float16)
 class Optimizer:
     """AdamW over named parameters, with gradient clipping and (for fp16) loss scaling."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimConfig, plus_ratio: float = 1.0) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: OptimConfig, plus_ratio: float = 1.0
+    ) -> None:
         assert parameters, "nothing to train"
         self._weights = dict(parameters)
         self._masters = {n: _master(p) for n, p in self._weights.items()}
@@ -74,14 +78,18 @@ class Optimizer:
         if not norm.isfinite():
             if not self._scaler.is_enabled():
                 raise TrainingError(
-                    f"the gradient is not finite ({norm.item()}); lower optim.lr, or use model.dtype=fp32"
+                    f"the gradient is not finite ({norm.item()}); lower optim.lr, or use "
+                    "model.dtype=fp32"
                 )
         else:
             torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._clip, norm)
         self._scaler.step(self._adam)
         self._scaler.update()
         if self._scaler.is_enabled():
-            found |= {"optim/loss_scale": self._scaler.get_scale(), "optim/skipped": float(not norm.isfinite())}
+            found |= {
+                "optim/loss_scale": self._scaler.get_scale(),
+                "optim/skipped": float(not norm.isfinite()),
+            }
         self._publish_masters()
         self.clear()
         return found
@@ -115,7 +123,11 @@ class Optimizer:
         for name, master in self._masters.items():
             if f"master.{name}" in tensors:
                 master.copy_(tensors[f"master.{name}"])
-            kept = {k: tensors[f"{k}.{name}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}.{name}" in tensors}
+            kept = {
+                k: tensors[f"{k}.{name}"]
+                for k in ("step", "exp_avg", "exp_avg_sq")
+                if f"{k}.{name}" in tensors
+            }
             if kept:
                 self._adam.state[master] = {k: _laid_out_like(master, v) for k, v in kept.items()}
 
@@ -128,7 +140,7 @@ class Optimizer:
 
 
 def _laid_out_like(master: Tensor, value: Tensor) -> Tensor:
-    """A copy of `value` with the strides of `master`: the fused kernel walks both as plain memory."""
+    """A copy with the strides of `master`: the fused kernel walks both as plain memory."""
     if value.shape != master.shape:
         return value.to(master.device).clone()
     return torch.empty_like(master).copy_(value)

@@ -1,7 +1,9 @@
-"""Publishing when trainer and engine share one module: nothing is moved, and still everything is proven.
+"""Publishing when trainer and engine share one module: nothing is moved, and still everything is
+proven.
 
-(a) every tensor that the engine captured lies where the trainer's live one lies; (b) the engine forgets all cache pages of the
-old version and refuses to read any later; (c) a canary decoded by the engine and scored by the trainer agree.
+(a) every tensor that the engine captured lies where the trainer's live one lies; (b) the engine
+forgets all cache pages of the old version and refuses to read any later; (c) a canary decoded by
+the engine and scored by the trainer agree.
 """
 
 from __future__ import annotations
@@ -42,16 +44,21 @@ class SharedMemoryTransport:
         gap = await self._canary_gap(trainer, engine, version)
         if not gap <= self._gap:
             raise WeightSyncError(
-                f"version {version}: engine and trainer disagree on the canary by {gap:.2g} (log-prob, allowed {self._gap:.2g})"
+                f"version {version}: engine and trainer disagree on the canary by {gap:.2g} "
+                f"(log-prob, allowed {self._gap:.2g})"
             )
         return Proof(version, len(served), digest(trainer.fingerprint()), gap)
 
     async def _canary_gap(self, trainer: Trainer, engine: InferenceEngine, version: int) -> float:
         said = await engine.generate(self._canary, self._sampling)
         if set(said.versions) != {version}:
-            raise WeightSyncError(f"the engine says version {said.versions[0]} after version {version} was published")
+            raise WeightSyncError(
+                f"the engine says version {said.versions[0]} after version {version} was published"
+            )
         places = tuple(range(len(self._canary), len(self._canary) + len(said.token_ids)))
         row = Row((*self._canary, *said.token_ids), places, sequence=0, prompt=0)
         scored = await trainer.score(Batch((row,), {}), {"old_logp"})
-        gap = scored.columns["old_logp"].cpu().double() - torch.tensor(said.logps, dtype=torch.float64)
+        gap = scored.columns["old_logp"].cpu().double() - torch.tensor(
+            said.logps, dtype=torch.float64
+        )
         return float(gap.abs().max())

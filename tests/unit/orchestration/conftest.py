@@ -35,7 +35,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def run_until_killed() -> Callable[[Callable[[Stop], None]], None]:
-    """Run a function in another process until it calls `stop`, and end that process with SIGKILL."""
+    """Run a function in another process until it calls `stop`, and end it there with SIGKILL."""
 
     def run(victim: Callable[[Stop], None]) -> None:
         heard, tell = os.pipe()

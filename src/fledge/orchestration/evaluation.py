@@ -89,7 +89,9 @@ class Evaluator:
         groups: list[Group] = []
         for start in range(0, len(self.tasks), AT_ONCE):
             chunk = self.tasks[start : start + AT_ONCE]
-            groups += await asyncio.gather(*(self._play(task, start + i) for i, task in enumerate(chunk)))
+            groups += await asyncio.gather(
+                *(self._play(task, start + i) for i, task in enumerate(chunk))
+            )
         # Cached prompts would change how the next rollouts are batched, and so their last bits.
         await self._engine.update(self._engine.version)
         scored = [g for g in groups if g.episodes]

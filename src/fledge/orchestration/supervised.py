@@ -1,4 +1,6 @@
-"""Supervised fine-tuning: the same trainer, data stream and checkpoints as RL, with cross-entropy on what an assistant said."""
+"""Supervised fine-tuning: the same trainer, data stream and checkpoints as RL, with cross-entropy
+on what an assistant said.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,21 @@ class SftRun:
             plus_ratio=lora.plus_ratio if lora else 1.0,
             gradient_checkpointing=config.model.gradient_checkpointing,
         )
-        self.books = Books(resolved, identity(policy, fingerprint(self.demos)), f"{config.run_dir}: sft")
+        self.books = Books(
+            resolved, identity(policy, fingerprint(self.demos)), f"{config.run_dir}: sft"
+        )
         self._reduce = partial(token_weights, "token_mean", max_length=policy.context)
 
     def _encode(self, rows: list[dict[str, Any]], policy: Policy) -> None:
-        """Every demonstration as tokens, before any training; what does not fit is refused or filtered with a count."""
+        """Every demonstration as tokens, before any training; what does not fit is refused or
+        filtered with a count.
+        """
         data = self.config.data
         renderer = make_renderer(policy.tokenizer)
         demos = to_tasks(rows, "data.train")
         self.samples: dict[str, Sample] = {
-            demo.key: encode_demo(renderer, demo_messages(demo.data, f"data.train: {demo.key}")) for demo in demos
+            demo.key: encode_demo(renderer, demo_messages(demo.data, f"data.train: {demo.key}"))
+            for demo in demos
         }
 
         def length(demo: Task) -> int:
@@ -52,14 +59,19 @@ class SftRun:
 
         self.filtered = 0
         if data.max_tokens is not None:
-            demos, self.filtered = filter_by_length(demos, length, data.max_tokens, "data.max_tokens")
+            demos, self.filtered = filter_by_length(
+                demos, length, data.max_tokens, "data.max_tokens"
+            )
         longest = max(demos, key=length)
         if length(longest) > policy.context:
             raise DataError(
-                f"data.max_tokens: demonstration {longest.key!r} has {length(longest)} tokens, the model's context is "
+                f"data.max_tokens: demonstration {longest.key!r} has {length(longest)} tokens, the "
+                "model's context is "
                 f"{policy.context}; set data.max_tokens={policy.context} to filter such rows"
             )
-        self.demos, self.held_out = split_off(demos, data.eval_size, self.config.seed) if data.eval_size else (demos, [])
+        self.demos, self.held_out = (
+            split_off(demos, data.eval_size, self.config.seed) if data.eval_size else (demos, [])
+        )
 
     async def train(self) -> int:
         """Train until the last step or until somebody asks to stop; returns the step reached."""
@@ -67,7 +79,8 @@ class SftRun:
         step = self.books.begin(self._restore)
         self.books.run_dir.event(
             "data",
-            f"{len(self.demos)} demonstrations, {len(self.held_out)} held out, {self.filtered} filtered by length",
+            f"{len(self.demos)} demonstrations, {len(self.held_out)} held out, {self.filtered} "
+            "filtered by length",
         )
         while step < config.steps and not self.books.stopping:
             demos = [self.samples[self.stream.next()[1].key] for _ in range(config.data.batch_size)]
