@@ -61,7 +61,7 @@ KEYS = {
     "rollout.temperature", "rollout.stop", "rollout.timeout", "rollout.retries",
     "algorithm.name", "algorithm.advantage", "algorithm.loss", "algorithm.reduction",
     "algorithm.kl_coef", "algorithm.entropy_coef", "algorithm.epochs", "algorithm.minibatches",
-    "engine.cache_mb",
+    "engine.cache_mb", "metrics",
     "eval.every", "eval.samples", "eval.temperature", "eval.top_p", "eval.top_k", "eval.min_p",
 }  # fmt: skip
 SFT_DATA = {"train", "eval_size", "batch_size", "max_tokens"}

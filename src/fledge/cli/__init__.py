@@ -1,1 +1,1 @@
-"""The command line: parses, calls the functions that everyone else calls, and prints around them."""
+"""The command line: parses, calls what everyone else calls, and prints around it."""

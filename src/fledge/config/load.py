@@ -75,8 +75,18 @@ def fixed_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that a resumed run must share with the run it continues."""
     free = tuple(f"{key}." for key in MAY_CHANGE_ON_RESUME)
     return {
-        k: v for k, v in values.items() if k not in MAY_CHANGE_ON_RESUME and not k.startswith(free)
+        k: v
+        for k, v in values.items()
+        if k not in MAY_CHANGE_ON_RESUME and not k.startswith(free) and not _is_file(k, v)
     }
+
+
+def _is_file(key: str, value: Any) -> bool:
+    """Files may move: what is in them is compared by content."""
+    sources = ("data.train.name", "data.eval.name", "warm_start.train.name")
+    return key == "model.path" or (
+        key in sources and str(value).endswith((".jsonl", ".json", ".parquet"))
+    )
 
 
 def load_config(

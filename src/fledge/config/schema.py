@@ -7,9 +7,10 @@ warned about, never ignored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
 
 from fledge.types import Sampling
 
@@ -18,18 +19,35 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+def spelled(value: Any) -> Any:
+    """A function object as `"module:name"`, so that configurations can be written down."""
+    if callable(value):
+        return f"{value.__module__}:{value.__qualname__}"
+    return value
+
+
 class Plugin(BaseModel):
-    """A built-in name or `"module:name"`, with arguments: `clipped` or `{name: clipped, high:
-    0.28}`.
+    """A built-in name, `"module:name"` or a function object, with arguments.
+
+    `clipped`, or `{name: clipped, high: 0.28}`.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
-    name: str
+    name: str | Callable[..., Any]
 
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+        return {"name": value} if isinstance(value, str) or callable(value) else value
+
+    @model_serializer
+    def _spelled(self) -> dict[str, Any]:
+        return {key: spelled(value) for key, value in {"name": self.name, **self.arguments}.items()}
+
+    @property
+    def label(self) -> str:
+        """The name as it is shown and saved."""
+        return str(spelled(self.name))
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -261,6 +279,9 @@ class TrainConfig(CommonConfig):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     engine: EngineConfig = EngineConfig()
     eval: EvalConfig = EvalConfig()
+    metrics: list[Plugin] = Field(
+        default_factory=list, description="your own: functions `(groups) -> {name: number}`"
+    )
     warm_start: WarmStartConfig | None = None
 
     @model_validator(mode="after")

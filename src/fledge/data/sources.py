@@ -29,6 +29,8 @@ def read_source(source: Plugin, key: str) -> Rows:
     """The rows behind a name, by the first rule that fits: generator, file, folder, `module:name`,
     hub name.
     """
+    if callable(source.name):
+        return _generated(source.name, source, key)
     name = source.name
     if name in GENERATORS:
         return _generated(GENERATORS[name], source, key)
@@ -145,13 +147,13 @@ def _from_file(path: Path, source: Plugin, key: str) -> Rows:
     reader = FILES.get(path.suffix.lower())
     if reader is None:
         raise DataError(
-            f"{key}: {source.name!r} has an unknown extension (known: {', '.join(sorted(FILES))})"
+            f"{key}: {source.label!r} has an unknown extension (known: {', '.join(sorted(FILES))})"
         )
     check_arguments(reader, source.arguments, key, positional=2)
     return reader(path, key)
 
 
-def _generated(spec: str, source: Plugin, key: str) -> Rows:
+def _generated(spec: str | Callable[..., Any], source: Plugin, key: str) -> Rows:
     function = resolve(spec, {}, key)
     arguments = check_arguments(function, source.arguments, key)
     try:
@@ -160,9 +162,9 @@ def _generated(spec: str, source: Plugin, key: str) -> Rows:
         raise
     except Exception as error:
         raise DataError(
-            f"{key}: generator {source.name!r} failed: {type(error).__name__}: {_line(error)}"
+            f"{key}: generator {source.label!r} failed: {type(error).__name__}: {_line(error)}"
         ) from error
-    return _dicts(rows, f"{key}: generator {source.name!r}: row")
+    return _dicts(rows, f"{key}: generator {source.label!r}: row")
 
 
 def _dicts(rows: Iterable[Any], where: str) -> Rows:

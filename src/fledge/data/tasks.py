@@ -24,7 +24,7 @@ def load_rows(source: Plugin, key: str) -> list[dict[str, Any]]:
     """
     rows = read_source(source, key)
     if not rows:
-        raise DataError(f"{key}: {source.name!r} has no rows")
+        raise DataError(f"{key}: {source.label!r} has no rows")
     return rows
 
 

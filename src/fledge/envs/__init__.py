@@ -45,7 +45,7 @@ def make_factory(plugin: Plugin) -> EnvironmentFactory:
     episode.
     """
     found = resolve(plugin.name, ENVIRONMENTS, "env")
-    _check_class(found, plugin.name)
+    _check_class(found, plugin.label)
     arguments = check_arguments(found, plugin.arguments, "env", positional=1)
     factory = functools.partial(found, **arguments) if arguments else found
     check_positional(factory, ("task",), "env")

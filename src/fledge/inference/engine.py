@@ -45,6 +45,7 @@ class NativeEngine:
         self._pump_task: asyncio.Task[None] | None = None
         self._paused = False
         self._closed = False
+        self._failure: FledgeError | None = None
         self._waiters: dict[Request, Callable[[FledgeError], None]] = {}
         self.prefill_tokens = 0
         self.sampled_tokens = 0
@@ -99,7 +100,7 @@ class NativeEngine:
 
     def _submit(self, request: Request, fail: Callable[[FledgeError], None]) -> None:
         if self._closed:
-            raise EngineError("the engine is closed")
+            raise self._failure or EngineError("the engine is closed")
         if not request.prompt:
             raise EngineError("a request needs at least one prompt token")
         if request.most_tokens > self.policy.context:
@@ -191,7 +192,7 @@ class NativeEngine:
             error if isinstance(error, FledgeError) else EngineError(f"the engine failed: {error}")
         )
         named.__cause__ = None if named is error else error
-        self._closed = True
+        self._closed, self._failure = True, named
         for fail in list(self._waiters.values()):
             fail(named)
 

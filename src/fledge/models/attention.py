@@ -272,7 +272,7 @@ def fledge_attention(
     layout: Layout | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """The function that Hugging Face attention layers call: `[1, N, T, D]` in, `[1, T, H, D]` out."""
+    """What Hugging Face attention layers call: `[1, N, T, D]` in, `[1, T, H, D]` out."""
     if layout is None:
         raise ModelError(
             "this model runs with fledge's attention, which needs a layout; "

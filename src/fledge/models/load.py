@@ -297,7 +297,7 @@ def merged_state(model: Any) -> dict[str, Tensor]:
     layer: Any
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
-            weight = layer.get_base_layer().weight
+            weight: Any = layer.get_base_layer().weight
             before = weight.detach().clone()
             layer.merge()
             merged[f"{name}.weight"] = weight.detach().clone()

@@ -21,6 +21,7 @@ from fledge.orchestration.evaluation import Evaluator
 from fledge.orchestration.experience import Experience
 from fledge.orchestration.health import Health
 from fledge.orchestration.setup import identity, inert_settings, make_tasks
+from fledge.plugins import bind
 from fledge.rollout import EpisodeGenerator
 from fledge.trainer import LocalTrainer, learning_rate
 from fledge.types import Group, user
@@ -54,7 +55,7 @@ class Run:
             token_weights, config.algorithm.reduction, max_length=config.rollout.max_new_tokens
         )
         self.stream = TaskStream(self.tasks.train, config.seed, config.data.shuffle)
-        title = f"{config.run_dir}: {config.algorithm.name} on {config.env.name}"
+        title = f"{config.run_dir}: {config.algorithm.name} on {config.env.label}"
         self.books = Books(resolved, identity(policy, self.tasks.fingerprint()), title)
         self.health = Health(self.books.warn, config.model.dtype)
         self._inert = inert_settings(resolved)
@@ -68,6 +69,10 @@ class Run:
         )
         self._evaluator = Evaluator(config, self.engine, renderer, environment, self.tasks.eval)
         self._experience: Experience | None = None
+        self._measures = [
+            bind(m.name, {}, "metrics", positional=("groups",), arguments=m.arguments)
+            for m in config.metrics
+        ]
         self.evaluations: dict[str, dict[str, Any]] = {}
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -142,6 +147,8 @@ class Run:
     async def record(self, step: int, groups: Sequence[Group], trained: dict[str, float]) -> None:
         """Metrics, evaluation and checkpoint of a finished step."""
         metrics = {**rollout_metrics(groups, step - 1), **trained}
+        for measure in self._measures:
+            metrics |= {f"user/{name}": value for name, value in measure(groups).items()}
         metrics["perf/tokens"] = float(sum(e.response_length for g in groups for e in g.episodes))
         self.health.look(step, metrics)
         score = None
@@ -165,4 +172,4 @@ class Run:
         with self.phase("evaluate"):
             found = await self._evaluator()
         self.evaluations[str(step)] = found.record()
-        return found.metrics(self.config.env.name)
+        return found.metrics(self.config.env.label)

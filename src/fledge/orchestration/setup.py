@@ -38,7 +38,7 @@ class Tasks:
     longest_prompt: int
 
     def fingerprint(self) -> str:
-        return fingerprint(self.train)
+        return fingerprint([*self.train, *self.eval])
 
 
 def make_policy(config: CommonConfig, model: ModelConfig | None = None) -> Policy:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError
 
 from fledge.config import Resolved, SftConfig, TrainConfig, load_config
 from fledge.config.schema import CommonConfig, ModelConfig
@@ -25,7 +26,7 @@ from fledge.inference import NativeEngine
 from fledge.models.load import Policy, export, restore_weights
 from fledge.orchestration.checkpoint import read_latest
 from fledge.orchestration.evaluation import Evaluation, Evaluator
-from fledge.orchestration.files import write_atomic
+from fledge.orchestration.files import why, write_atomic
 from fledge.orchestration.loop import train as run_loop
 from fledge.orchestration.run import Run
 from fledge.orchestration.setup import make_policy, make_tasks
@@ -86,7 +87,13 @@ def sft(resolved: Resolved[SftConfig]) -> dict[str, Any]:
 
 def _finish(policy: Policy, run_dir: Path, report: dict[str, Any]) -> None:
     if report["finished"]:
-        export(policy, run_dir / EXPORT)
+        try:
+            export(policy, run_dir / EXPORT)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"run_dir: training is finished and saved, but the export to {run_dir / EXPORT} failed: "
+                f"{why(error)}; free space and give the same command again"
+            ) from error
         report["model"] = str(run_dir / EXPORT)
 
 
@@ -184,7 +191,7 @@ def evaluate(source: str | Path, overrides: Sequence[str] = ()) -> tuple[str, Ev
         raise ConfigError(
             "data.eval: there is nothing to evaluate on; set data.eval or data.eval_size"
         )
-    return config.env.name, found
+    return config.env.label, found
 
 
 def _score(config: TrainConfig, policy: Policy) -> Evaluation | None:
