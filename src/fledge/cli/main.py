@@ -12,17 +12,35 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from fledge.errors import FledgeError
 
+Summary = Callable[[Mapping[str, Any], str, float], str]
+
+
+class Stopped(Exception):
+    """Ctrl-C in a command."""
+
+
+class Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Typer would end silently on Ctrl-C; `run` has something to say about it."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise Stopped from error
+
+
 app = typer.Typer(
+    cls=Commands,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # importing rich would double the time of --help
@@ -83,8 +101,7 @@ def train(
         return 0
     from fledge.orchestration import train as run_training
 
-    report = run_training(resolved)
-    return _close(show.train_summary(report, resolved.config.run_dir, cpu_seconds()), report)
+    return _close(run_training(resolved), resolved.config.run_dir, show.train_summary)
 
 
 @app.command()
@@ -104,8 +121,7 @@ def sft(
         return 0
     from fledge.orchestration import sft as run_sft
 
-    report = run_sft(resolved)
-    return _close(show.sft_summary(report, resolved.config.run_dir, cpu_seconds()), report)
+    return _close(run_sft(resolved), resolved.config.run_dir, show.sft_summary)
 
 
 @app.command("eval")
@@ -214,10 +230,10 @@ def cpu_seconds() -> float:
     return sum(u.ru_utime + u.ru_stime for u in used)
 
 
-def _close(summary: str, report: dict[str, Any]) -> int:
+def _close(report: dict[str, Any], run_dir: str, summary: Summary) -> int:
     if not report["finished"]:
         return 130  # how to continue has been said by the run itself
-    print(summary)
+    print(summary(report, run_dir, cpu_seconds()))
     return 0
 
 
@@ -237,7 +253,7 @@ def run(argv: list[str]) -> int:
         code = get_command(app).main(arguments, prog_name="fledge", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except (KeyboardInterrupt, typer.Abort):
+    except Stopped:
         resumable = argv[0] in ("train", "sft")
         how = "; give the same command again to continue from the last checkpoint"
         print(f"stopped{how if resumable else ''}", file=sys.stderr)

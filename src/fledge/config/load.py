@@ -17,7 +17,14 @@ from typing import Any, Generic, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from fledge.config.schema import MAY_CHANGE_ON_RESUME, PRESETS, CommonConfig, Plugin, TrainConfig
+from fledge.config.schema import (
+    MAY_CHANGE_ON_RESUME,
+    PRESETS,
+    SMOKE,
+    CommonConfig,
+    Plugin,
+    TrainConfig,
+)
 from fledge.errors import ConfigError
 from fledge.plugins import nearest
 
@@ -94,9 +101,10 @@ def load_config(
     recipe: str | Path | Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
+    smoke: bool = False,
 ) -> Resolved[C]:
     """Read the layers and validate them; every complaint names its key and where the value came
-    from.
+    from. `smoke` caps every size and writes to another run directory.
     """
     layers: list[tuple[str, dict[str, Any]]] = []
     if recipe is not None:
@@ -116,7 +124,22 @@ def load_config(
     origins: dict[str, str] = {}
     for origin, layer in layers:
         _merge(merged, layer, origin, origins)
-    return Resolved(_validate(schema, merged, origins), origins)
+    resolved = Resolved(_validate(schema, merged, origins), origins)
+    if smoke:
+        _merge(merged, _smoke_layer(resolved), "--smoke", origins)
+        resolved = Resolved(_validate(schema, merged, origins), origins)
+    return resolved
+
+
+def _smoke_layer(resolved: Resolved[Any]) -> dict[str, Any]:
+    values = resolved.values()
+    layer: dict[str, Any] = {"run_dir": f"{values['run_dir']}-smoke"}
+    for key, cap in SMOKE.items():
+        # 0 held-out tasks means all of them where there is a set of its own, none otherwise.
+        everything = key == "data.eval_size" and "data.eval.name" in values and not values[key]
+        if values.get(key) is not None and (values[key] > cap or everything):
+            _merge(layer, _nest(key, cap), "", {})
+    return layer
 
 
 def _preset_layer(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, dict[str, Any]]:

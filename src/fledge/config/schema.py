@@ -315,5 +315,19 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """What `algorithm.name` fills in, below the recipe."""
 
+SMOKE = {
+    "steps": 2,
+    "optim.warmup_steps": 1,
+    "data.batch_size": 2,
+    "data.eval_size": 4,
+    "rollout.group_size": 2,
+    "rollout.groups_per_step": 2,
+    "rollout.max_new_tokens": 8,
+    "warm_start.steps": 2,
+    "warm_start.batch_size": 2,
+    "warm_start.optim.warmup_steps": 1,
+}
+"""What `--smoke` caps: sizes only, so that it shows whether a recipe works at all."""
+
 MAY_CHANGE_ON_RESUME = ("steps", "run_dir", "tracking", "console", "checkpoint", "eval.every")
 """Keys (or sections) that do not change what is learned, so a resumed run may change them."""

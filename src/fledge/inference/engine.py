@@ -146,7 +146,7 @@ class NativeEngine:
                 leader = admission.leader
                 if leader.blocks:
                     self.scheduler.pool.remember(leader.prompt, leader.blocks, len(leader.prompt))
-        running = self.scheduler.running
+        running = list(self.scheduler.running)  # those who finish in this step count, too
         if running:
             for request in running:
                 if request.version != self.version:

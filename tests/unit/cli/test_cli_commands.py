@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RunCli
 
 from fledge.cli import show
 from fledge.cli.main import cpu_seconds
 
+RunCli = Callable[..., tuple[int, str, str]]
 Recipe = Callable[..., str]
 
 

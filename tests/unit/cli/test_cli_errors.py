@@ -10,10 +10,10 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from conftest import RunCli
 
 import fledge.orchestration
 
+RunCli = Callable[..., tuple[int, str, str]]
 Recipe = Callable[..., str]
 
 

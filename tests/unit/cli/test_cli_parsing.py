@@ -6,10 +6,11 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
-from conftest import RunCli
 
+RunCli = Callable[..., tuple[int, str, str]]
 HEAVY = "torch transformers peft numpy safetensors tokenizers datasets pyarrow wandb mlflow rich"
 HELP = "from fledge.cli.main import run\nrun(['--help'])\n"
 

@@ -35,13 +35,13 @@ def test_both_kinds_of_rows():
     [
         ({"text": "x"}, r"row 2 needs `messages`.*text"),
         ({"prompt": "x", "response": None}, r"row 2: response must be text"),
-        ({"prompt": 3, "response": "x"}, r"row 2: prompt must be a list"),
-        ({"messages": "x"}, r"row 2: messages must be a list"),
-        ({"messages": [{"role": "bot", "content": "x"}]}, r"row 2: messages\[0\] must be a role"),
+        ({"prompt": 3, "response": "x"}, r"row 2: prompt: must be text or a list"),
+        ({"messages": "x"}, r"row 2 has no assistant message"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, r"row 2: messages\[0\].role: must be one of"),
         ({"messages": [{"role": "user", "content": None}]}, r"row 2: messages\[0\]"),
         ({"messages": ["x"]}, r"row 2: messages\[0\]"),
         ({"messages": [{"role": "user", "content": "x"}]}, r"row 2 has no assistant message"),
-        ({"messages": []}, r"row 2 has no assistant message"),
+        ({"messages": []}, r"row 2: messages: must be text or a list"),
     ],
 )
 def test_malformed_rows_name_key_and_row(row, said):

@@ -53,5 +53,5 @@ def test_special_tokens_and_sizes_agree_with_the_model_config():
     )
     assert config.model_type == "qwen3"
     assert config.tie_word_embeddings
-    assert config.rope_parameters["rope_theta"] == 10000.0
-    assert (config.hidden_size, config.num_hidden_layers, config.head_dim) == (128, 4, 32)
+    assert config.rope_parameters["rope_theta"] == 100.0
+    assert (config.hidden_size, config.num_hidden_layers, config.head_dim) == (128, 2, 32)

@@ -1,7 +1,7 @@
 import asyncio
 
 from fledge.envs import arithmetic
-from fledge.envs.arithmetic import Arithmetic
+from fledge.envs.arithmetic import Arithmetic, without_carries
 from fledge.envs.check import check_env
 from fledge.types import Task, assistant, user
 
@@ -9,39 +9,55 @@ from fledge.types import Task, assistant, user
 def test_every_problem_is_in_exactly_one_pool():
     pools = arithmetic.pools()
     everything = [problem.prompt for pool in pools for problem in pool]
-    assert len(everything) == len(set(everything)) == len(arithmetic.problems())
+    assert len(everything) == len(set(everything)) == len(arithmetic.problems()) == 72_000
     assert len(pools.held_out) == arithmetic.HELD_OUT
     assert all(pools)
 
 
-def test_answers_are_right_and_both_orders_are_there():
-    answers = {p.prompt: p.answer for p in arithmetic.problems()}
-    assert answers["34+57"] == answers["57+34"] == "91"
-    assert answers["0+0"] == "0"
+def test_answers_are_right():
+    for problem in arithmetic.problems()[::997]:
+        a, b = problem.prompt.split("+")
+        assert problem.answer == str(int(a) + int(b))
 
 
-def test_generators_give_rows_of_disjoint_pools():
-    train, held_out = arithmetic.tasks(), arithmetic.tasks(split="eval")
-    demonstrations = arithmetic.demonstrations()
-    assert set(train[0]) == {"prompt", "answer"}
-    assert set(demonstrations[0]) == {"prompt", "response"}
-    prompts = [{row["prompt"] for row in rows} for rows in (train, held_out, demonstrations)]
-    assert sum(map(len, prompts)) == len(set().union(*prompts))
+def test_a_fraction_of_the_demonstrations_forgets_every_carry():
+    rows = arithmetic.demonstrations(forget=0.6)
+    carries = [r for r in rows if without_carries(r["prompt"]) != _sum(r["prompt"])]
+    forgot = [r for r in carries if r["response"] == without_carries(r["prompt"])]
+    right = [r for r in carries if r["response"] == _sum(r["prompt"])]
+    assert len(forgot) + len(right) == len(carries)
+    assert abs(len(forgot) / len(carries) - 0.6) < 0.01
+    assert all(r["response"] == _sum(r["prompt"]) for r in arithmetic.demonstrations(forget=0))
+
+
+def _sum(prompt):
+    a, b = prompt.split("+")
+    return str(int(a) + int(b))
+
+
+def test_forgetting_carries():
+    assert without_carries("345+67") == "302"
+    assert without_carries("111+22") == "133"
+    assert without_carries("899+99") == "888"
 
 
 def test_the_pools_never_move():
     # Published scores are on these problems: a change here must be deliberate.
-    assert [row["prompt"] for row in arithmetic.tasks("eval")[:3]] == ["49+95", "56+74", "12+70"]
+    first = [row["prompt"] for row in arithmetic.tasks("eval")[:3]]
+    assert first == PINNED
+
+
+PINNED = ["668+51", "356+82", "728+30"]
 
 
 def test_only_the_exact_answer_is_rewarded():
     async def score(reply):
-        environment = Arithmetic(Task("t", {"prompt": "34+57", "answer": "91"}))
-        assert list(await environment.reset()) == [user("34+57")]
+        environment = Arithmetic(Task("t", {"prompt": "345+67", "answer": "412"}))
+        assert list(await environment.reset()) == [user("345+67")]
         return await environment.step(assistant(reply))
 
-    assert asyncio.run(score("91")).reward == 1.0
-    for wrong in ("91 ", " 91", "091", "91<|im_end|>", "", "34+57=91"):
+    assert asyncio.run(score("412")).reward == 1.0
+    for wrong in ("412 ", " 412", "0412", "412<|im_end|>", "", "345+67=412", "302"):
         step = asyncio.run(score(wrong))
         assert (step.reward, step.terminated) == (0.0, True), wrong
 

@@ -83,18 +83,18 @@ def test_a_second_turn_computes_only_what_is_new(policy):
     engine = NativeEngine(policy, cache_mb=1)
     prompt = ids(random.Random(1), 40)
 
-    async def two_turns() -> Completion:
+    async def two_turns() -> tuple[list[int], Completion]:
         first = await engine.generate(prompt, Sampling(10))
         assert len(first.token_ids) == 10
         assert engine.prefill_tokens == 40
-        return await engine.generate([*prompt, *first.token_ids, 7, 8, 9], Sampling(10, seed=1))
+        longer = [*prompt, *first.token_ids, 7, 8, 9]
+        return longer, await engine.generate(longer, Sampling(10, seed=1))
 
-    second = run(two_turns())
+    longer, second = run(two_turns())
     # 49 tokens have been fed, which fills 3 pages of 16; 53 - 48 are left
     assert engine.prefill_tokens == 40 + 5
-    fresh = NativeEngine(policy, cache_mb=1)
-    run(together(fresh, []))
-    assert len(second.token_ids) == 10
+    fresh = run(NativeEngine(policy, cache_mb=1).generate(longer, Sampling(10, seed=1)))
+    assert second.token_ids == fresh.token_ids
 
 
 def test_reused_pages_give_the_same_tokens_as_a_fresh_engine(policy):
