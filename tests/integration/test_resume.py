@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fledge.config import TrainConfig, load_config
+from fledge.errors import CheckpointError, ConfigError
 from fledge.log import Clock
 from fledge.orchestration import train
 from fledge.orchestration.rundir import live_lines
@@ -166,3 +167,46 @@ def test_more_steps_continue_a_finished_run(workplace):
     assert run(straight, "steps=12", "optim.schedule=constant") == 0
     weights = "checkpoints/step_12/weights/model.safetensors"
     assert (folder / weights).read_bytes() == (straight / weights).read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_request_to_stop_saves_and_the_run_goes_on_from_there(workplace, number):
+    folder = workplace / f"stopped-{number.name}"
+    seen = Counter()
+
+    def interrupt(name):
+        seen[name] += 1
+        if name == "score" and seen[name] == 5:
+            os.kill(os.getpid(), number)
+
+    assert run(folder, kill=interrupt) == 0
+    report = json.loads((folder / "report.json").read_text())
+    assert (report["finished"], report["step"]) == (False, 5)
+    assert (folder / "checkpoints" / "step_5").is_dir()
+    assert run(folder) == 0
+    assert_same_as_straight(workplace, folder)
+
+
+def test_a_changed_setting_or_data_set_is_refused_by_name(workplace, capfd):
+    folder = workplace / "changed"
+    assert run(folder, "steps=3") == 0
+    with pytest.raises(CheckpointError, match=r"optim\.lr: 0\.01 -> 0\.02"):
+        train(config(folder, "optim.lr=0.02"))
+    rows = Path("tasks.jsonl").read_text()
+    other = workplace / "other.jsonl"
+    other.write_text(rows.replace("0+7", "0+8"))
+    with pytest.raises(CheckpointError, match=r"data\.fingerprint"):
+        train(config(folder, f"data.train={other}"))
+    moved = workplace / "moved.jsonl"
+    moved.write_text(rows)
+    assert run(folder, "steps=4", f"data.train={moved}") == 0
+    with pytest.raises(ConfigError, match="already at step 4"):
+        train(config(folder, "steps=3"))
+
+
+def test_more_steps_with_a_schedule_that_depends_on_them_warns(workplace):
+    folder = workplace / "rescheduled"
+    assert run(folder, "steps=3") == 0
+    assert run(folder, "steps=5") == 0
+    events = (folder / "events.jsonl").read_text()
+    assert "steps changed from 3 to 5, and optim.schedule=cosine depends on it" in events

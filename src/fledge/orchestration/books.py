@@ -8,6 +8,7 @@ last checkpoint.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from fledge.config import Resolved
+from fledge.errors import ConfigError
 from fledge.interfaces import Trainer
 from fledge.log import Clock
 from fledge.orchestration.checkpoint import Checkpoints, check_identity
@@ -45,6 +47,7 @@ class Books:
         config = resolved.config
         self.resolved = resolved
         self.stopping = False
+        self.saved_step = 0
         self.clock = Clock()
         self.run_dir = RunDir.open(config.run_dir)
         try:
@@ -61,7 +64,6 @@ class Books:
         self.clock.listeners.append(self.console.phase)
         self._trackers: list[Any] = []
         self._handlers: dict[int, Any] = {}
-        self._notes: list[str] = []
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -86,8 +88,8 @@ class Books:
         if self.stopping:
             raise KeyboardInterrupt
         self.stopping = True
-        # Only a flag and a note: the handler may interrupt a write to the very same files.
-        self._notes.append("finishing this step, then saving; press Ctrl-C again to stop at once")
+        # Straight to the terminal: the handler may have interrupted a write of the display.
+        os.write(2, b"\nfinishing this step, then saving; press Ctrl-C again to stop at once\n")
 
     def _hear(self, kind: str, message: str) -> None:
         if kind == "warning":
@@ -104,8 +106,14 @@ class Books:
         saved = self._saved
         if saved is not None:
             check_identity(saved.state["identity"], self._identity, self.warn)
+            if saved.step > self.resolved.config.steps:
+                raise ConfigError(
+                    f"steps: {self.resolved.config.steps} asked for, but the run in run_dir is "
+                    f"already at step {saved.step}; raise steps or name another run_dir"
+                )
             self._warn_about_steps(saved.state["steps"])
             restore(saved)
+            self.saved_step = saved.step
         self.run_dir.begin_attempt(None if saved is None else saved.step)
         self.run_dir.write_config(self.resolved.to_yaml())
         config = self.resolved.config
@@ -113,7 +121,8 @@ class Books:
             config.tracking, self.run_dir, self.resolved.values(), resumed=saved is not None
         )
         if saved is not None:
-            self.console.note(f"resumed from {saved.path} (step {saved.step} of {config.steps})")
+            done = "nothing left to do" if saved.step == config.steps else "going on"
+            self.console.note(f"{saved.path}: step {saved.step} of {config.steps}, {done}")
         self.clock.lap()
         return 0 if saved is None else saved.step
 
@@ -128,9 +137,6 @@ class Books:
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step's metrics, to everyone; timing is added here."""
-        for note in self._notes:
-            self.console.note(note)
-        self._notes.clear()
         found = {**metrics, **self._times(metrics)}
         self.run_dir.metrics(step, found)
         self.run_dir.end_step(step)
@@ -158,11 +164,11 @@ class Books:
             self.run_dir.sync()
             whole = {**state, "identity": self._identity, "steps": self.resolved.config.steps}
             self.checkpoints.save(step, trainer.save, whole, score)
+            self.saved_step = step
 
     def due(self, step: int, every: int) -> bool:
         """Whether something that happens every `every` steps, and at the end, happens now."""
-        last = step == self.resolved.config.steps or self.stopping
-        return last or bool(every and step % every == 0)
+        return step == self.resolved.config.steps or bool(every and step % every == 0)
 
     def said_goodbye(self, step: int, command: str) -> None:
         self.run_dir.event("stopped", f"stopped at step {step}", step=step)

@@ -157,7 +157,10 @@ class Run:
             score = self.evaluations[str(step)]["average"]
         self.books.record(step, metrics)
         if self.books.due(step, self.config.checkpoint.every):
-            self.books.save(step, self.policy, self._state(step), score)
+            self.save(step, score)
+
+    def save(self, step: int, score: float | None = None) -> None:
+        self.books.save(step, self.policy, self._state(step), score)
 
     def _state(self, step: int) -> dict[str, Any]:
         assert self._experience is not None

@@ -47,6 +47,8 @@ def train(resolved: Resolved[TrainConfig]) -> dict[str, Any]:
     run = Run(resolved, make_policy(resolved.config, _starting_model(resolved.config)))
     with run.books as books:
         step = asyncio.run(_run_and_close(run))
+        if step != books.saved_step:  # somebody asked to stop between two checkpoints
+            run.save(step)
         report: dict[str, Any] = {"finished": step == run.steps, "step": step}
         if before is not None:
             report["before"] = before
@@ -74,6 +76,8 @@ def sft(resolved: Resolved[SftConfig]) -> dict[str, Any]:
     run = SftRun(resolved, make_policy(resolved.config))
     with run.books as books:
         step = asyncio.run(run.train())
+        if step != books.saved_step:
+            run.save(step)
         report: dict[str, Any] = {"finished": step == resolved.config.steps, "step": step}
         _finish(run.trainer.policy, books.run_dir.path, report)
         report["seconds"] = time.monotonic() - began
@@ -91,8 +95,8 @@ def _finish(policy: Policy, run_dir: Path, report: dict[str, Any]) -> None:
             export(policy, run_dir / EXPORT)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"run_dir: training is finished and saved, but the export to {run_dir / EXPORT} failed: "
-                f"{why(error)}; free space and give the same command again"
+                f"run_dir: training is finished and saved, but exporting to {run_dir / EXPORT} "
+                f"failed: {why(error)}; free space and give the same command again"
             ) from error
         report["model"] = str(run_dir / EXPORT)
 

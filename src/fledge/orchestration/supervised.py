@@ -101,12 +101,14 @@ class SftRun:
     async def _record(self, step: int, demos: list[Sample]) -> None:
         metrics = self.trainer.metrics()
         metrics["perf/tokens"] = float(sum(len(d.token_ids) for d in demos))
-        last = step == self.config.steps or self.books.stopping
-        if self.held_out and last:
+        if self.held_out and step == self.config.steps:
             metrics["eval/loss"] = await self._held_out_loss()
         self.books.record(step, metrics)
         if self.books.due(step, self.config.checkpoint.every):
-            self.books.save(step, self.trainer, {"data": self.stream.state()})
+            self.save(step)
+
+    def save(self, step: int) -> None:
+        self.books.save(step, self.trainer, {"data": self.stream.state()})
 
     async def _held_out_loss(self) -> float:
         with self.books.clock.span("evaluate"):
