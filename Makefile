@@ -52,3 +52,15 @@ bench: $(VENV)/.bench
 
 clean:
 	rm -rf $(VENV) runs .slow
+
+# What a GPU machine that has torch, transformers and peft but no network still needs, unpacked in
+# wheels/: carry the folder there and put it on PYTHONPATH.
+WHEEL_PYTHON ?= 3.12
+WHEEL_PLATFORM ?= manylinux2014_x86_64
+wheels: pyproject.toml
+	rm -rf wheels && mkdir -p wheels
+	$(PYTHON) -m pip download --quiet --dest wheels/.files --only-binary=:all: \
+		--python-version $(WHEEL_PYTHON) --platform $(WHEEL_PLATFORM) \
+		pydantic pyyaml pytest hypothesis
+	for file in wheels/.files/*.whl; do $(PYTHON) -m zipfile -e $$file wheels; done
+	rm -rf wheels/.files

@@ -98,9 +98,7 @@ def policy_of_kind(directory: Path, kind: str) -> Policy:
     return load_policy(ModelConfig(path=str(path), random_init=True, device="cpu"), seed=1)
 
 
-def stock(
-    policy: Policy, directory: Path, dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
+def stock(policy: Policy, directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """What plain transformers makes of fledge's export."""
     export(policy, directory)
     model = AutoModelForCausalLM.from_pretrained(
@@ -152,7 +150,7 @@ def filtered_probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray
 def ragged_batch(
     seed: int = 0, *, prompts: Sequence[int] = (5, 11, 3), replies: int = 3, longest: int = 9
 ) -> Batch:
-    """Groups that share a prompt, replies of different lengths, and some gaps in what is trained."""
+    """Groups that share a prompt, ragged replies, and some gaps in what is trained."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(count: int) -> tuple[int, ...]:
@@ -181,11 +179,7 @@ def ragged_batch(
 
 
 def trainer_of(policy: Policy, **kwargs: Any) -> LocalTrainer:
-    optim = {
-        name: kwargs.pop(name)
-        for name in tuple(kwargs)
-        if name in OptimConfig.model_fields
-    }
+    optim = {name: kwargs.pop(name) for name in tuple(kwargs) if name in OptimConfig.model_fields}
     return LocalTrainer(policy, OptimConfig(**optim), **kwargs)
 
 

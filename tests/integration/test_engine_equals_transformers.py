@@ -15,6 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+from fledge.inference import NativeEngine
+from fledge.models.attention import BLOCK
+from fledge.types import Completion, Sampling
 from helpers import (
     CONFIGS,
     VOCABULARY,
@@ -29,10 +33,6 @@ from helpers import (
     tiny_policy,
     trainer_of,
 )
-
-from fledge.inference import NativeEngine
-from fledge.models.attention import BLOCK
-from fledge.types import Completion, Sampling
 
 CLOSE = 1e-5
 
@@ -56,15 +56,13 @@ class Answer:
 
 
 def crowd(rng: random.Random, sampling: Sampling) -> list[Ask]:
-    """64 requests: groups of one prompt, long common beginnings, odd lengths, two turns, quitters."""
+    """64 requests: equal prompts, long common beginnings, odd lengths, two turns, quitters."""
 
     def ids(count: int) -> list[int]:
         return [rng.randrange(VOCABULARY) for _ in range(count)]
 
     def settings() -> Sampling:
-        return replace(
-            sampling, seed=rng.randrange(2**40), max_new_tokens=rng.randint(1, 24)
-        )
+        return replace(sampling, seed=rng.randrange(2**40), max_new_tokens=rng.randint(1, 24))
 
     asks = []
     for length in (7, 16, 33, 48):
@@ -74,9 +72,7 @@ def crowd(rng: random.Random, sampling: Sampling) -> list[Ask]:
     asks += [
         Ask(beginning + ids(rng.randint(1, 20)), settings(), rng.randint(0, 12)) for _ in range(16)
     ]
-    asks += [
-        Ask(ids(n), settings(), rng.randint(0, 20)) for n in (1, 2, 15, 16, 17, 31, 32, 40)
-    ]
+    asks += [Ask(ids(n), settings(), rng.randint(0, 20)) for n in (1, 2, 15, 16, 17, 31, 32, 40)]
     asks += [
         Ask(ids(rng.randint(10, 30)), settings(), rng.randint(0, 9), second_turn=True)
         for _ in range(8)

@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from io import TextIOWrapper
@@ -23,7 +24,8 @@ from typer.main import get_command
 
 from fledge.errors import FledgeError
 
-Summary = Callable[[Mapping[str, Any], str, float], str]
+Summary = Callable[[Mapping[str, Any], str, str], str]
+BEGAN = time.monotonic()
 
 
 class Stopped(Exception):
@@ -51,6 +53,9 @@ app.add_typer(env_app, name="env")
 
 Settings = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as steps=20.")
+]
+Smoke = Annotated[
+    bool, typer.Option("--smoke", help="Tiny sizes in RUN_DIR-smoke, to see whether it works.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print all settings and their origin.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the stack trace of an error.")]
@@ -87,6 +92,7 @@ def train(
             help="A recipe (a file, or the built-in quickstart) and settings, as steps=20.",
         ),
     ] = None,
+    smoke: Smoke = False,
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> int:
@@ -95,7 +101,7 @@ def train(
     from fledge.config import TrainConfig, load_config
 
     recipe, settings = recipe_and_settings(arguments or [])
-    resolved = load_config(TrainConfig, recipe, settings)
+    resolved = load_config(TrainConfig, recipe, settings, smoke=smoke)
     if dry_run:
         print(show.settings_table(resolved))
         return 0
@@ -108,6 +114,7 @@ def train(
 def sft(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or a built-in name.")],
     settings: Settings = None,
+    smoke: Smoke = False,
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> int:
@@ -115,7 +122,7 @@ def sft(
     from fledge.cli import show
     from fledge.config import SftConfig, load_config
 
-    resolved = load_config(SftConfig, recipe, settings or [])
+    resolved = load_config(SftConfig, recipe, settings or [], smoke=smoke)
     if dry_run:
         print(show.settings_table(resolved))
         return 0
@@ -222,18 +229,19 @@ def recipe_and_settings(arguments: Sequence[str]) -> tuple[str, list[str]]:
     return "quickstart", list(arguments)
 
 
-def cpu_seconds() -> float:
-    """Of this process and of the children it has waited for."""
+def cost() -> str:
+    """Time since this process began, and CPU time of it and of the children it has waited for."""
     import resource
 
     used = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(u.ru_utime + u.ru_stime for u in used)
+    cpu = sum(u.ru_utime + u.ru_stime for u in used)
+    return f"{time.monotonic() - BEGAN:.0f} s, {cpu:.0f} s of CPU"
 
 
 def _close(report: dict[str, Any], run_dir: str, summary: Summary) -> int:
     if not report["finished"]:
         return 130  # how to continue has been said by the run itself
-    print(summary(report, run_dir, cpu_seconds()))
+    print(summary(report, run_dir, cost()))
     return 0
 
 

@@ -25,7 +25,7 @@ def settings_table(resolved: Resolved[Any]) -> str:
     return "\n".join(f"{k:<{key}}  {v:<{value}}  {origin}" for k, v, origin in rows)
 
 
-def train_summary(report: Mapping[str, Any], run_dir: str, cpu: float) -> str:
+def train_summary(report: Mapping[str, Any], run_dir: str, cost: str) -> str:
     """The end of `fledge train`: scores, answers, cost, health, and what to do next."""
     lines = [""]
     stages = _stages(report)
@@ -36,13 +36,13 @@ def train_summary(report: Mapping[str, Any], run_dir: str, cpu: float) -> str:
             lines.append(f"  {name:<{width}}  {found['average']:.3f}")
             lines += [f"    {line}" for line in answers(found["answers"])]
         lines.append("")
-    lines += [health(report["health"]), *_ending(report, run_dir, cpu)]
+    lines += [health(report["health"]), *_ending(report, run_dir, cost)]
     lines += [f"      fledge eval {run_dir}", f"      fledge export {run_dir} OUT"]
     return "\n".join(lines)
 
 
-def sft_summary(report: Mapping[str, Any], run_dir: str, cpu: float) -> str:
-    lines = ["", *_ending(report, run_dir, cpu), f"      fledge export {run_dir} OUT"]
+def sft_summary(report: Mapping[str, Any], run_dir: str, cost: str) -> str:
+    lines = ["", *_ending(report, run_dir, cost), f"      fledge export {run_dir} OUT"]
     return "\n".join(lines)
 
 
@@ -81,9 +81,9 @@ def health(found: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _ending(report: Mapping[str, Any], run_dir: str, cpu: float) -> list[str]:
+def _ending(report: Mapping[str, Any], run_dir: str, cost: str) -> list[str]:
     return [
-        f"time: {report['seconds']:.0f} s, {cpu:.0f} s of CPU",
+        f"time: {cost}",
         f"model: {report['model']}",
         f"next: fledge chat {run_dir}",
     ]

@@ -12,10 +12,12 @@ Shapes: T tokens, B sequences, L longest sequence, H query heads, K key/value he
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -198,11 +200,19 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> PagedCache:
-        def pages() -> list[Tensor]:
-            shape = (blocks, BLOCK, kv_heads, head_dim)
-            return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        shape = (blocks, BLOCK, kv_heads, head_dim)
+        tensors = [_zeros(shape, dtype, device) for _ in range(2 * layers)]
+        return cls(tensors[:layers], tensors[layers:])
 
-        return cls(pages(), pages())
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU without touching the memory, so that a large cache costs nothing until it
+    is used. Zeros and not just anything: masked positions are multiplied by 0, which NaN survives.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
 
 
 @dataclass

@@ -298,11 +298,12 @@ def merged_state(model: Any) -> dict[str, Tensor]:
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
             weight: Any = layer.get_base_layer().weight
-            before = weight.detach().clone()
+            live, before = weight.data, weight.detach().clone()
             layer.merge()
             merged[f"{name}.weight"] = weight.detach().clone()
             layer.unmerge()
-            weight.data.copy_(before)  # subtracting the update again would leave rounding behind
+            live.copy_(before)  # subtracting the update again would leave rounding behind
+            weight.data = live  # DoRA puts a new tensor in its place, which no engine knows of
     state = {}
     for name, tensor in model.state_dict().items():
         plain = name.replace(".base_layer.", ".")

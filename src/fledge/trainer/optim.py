@@ -120,6 +120,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        self._adam.state.clear()
         for name, master in self._masters.items():
             if f"master.{name}" in tensors:
                 master.copy_(tensors[f"master.{name}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from fledge.cli import show
-from fledge.cli.main import cpu_seconds
+from fledge.cli.main import cost
 
 RunCli = Callable[..., tuple[int, str, str]]
 Recipe = Callable[..., str]
@@ -36,7 +37,7 @@ REPORT: dict[str, Any] = {
 
 def test_the_summary_of_a_warm_started_run_has_three_stages() -> None:
     report = {**REPORT, "before": {"evaluation": record(0.0, "\x1b[2J")}}
-    lines = show.train_summary(report, "runs/a", cpu=70.4).splitlines()
+    lines = show.train_summary(report, "runs/a", cost="61 s, 70 s of CPU").splitlines()
     at = [i for i, line in enumerate(lines) if line.startswith("  ") and line[2] != " "]
     assert [lines[i].split("  ")[1].strip() for i in at] == [
         "before",
@@ -59,18 +60,17 @@ def test_the_summary_of_a_warm_started_run_has_three_stages() -> None:
 
 
 def test_the_summary_without_warm_start_has_before_and_after() -> None:
-    text = show.train_summary(REPORT, "runs/a", cpu=1.0)
+    text = show.train_summary(REPORT, "runs/a", cost="1 s")
     assert "before" in text and "after RL" in text and "supervised" not in text
 
 
 def test_the_summary_without_evaluations_has_no_scores() -> None:
-    text = show.train_summary({**REPORT, "evaluations": {}}, "runs/a", cpu=1.0)
+    text = show.train_summary({**REPORT, "evaluations": {}}, "runs/a", cost="1 s")
     assert "score" not in text and "health:" in text
 
 
-def test_cpu_seconds_grow() -> None:
-    before = cpu_seconds()
-    assert sum(i * i for i in range(300_000)) and cpu_seconds() > before
+def test_the_cost_is_wall_and_cpu_time() -> None:
+    assert re.fullmatch(r"\d+ s, \d+ s of CPU", cost())
 
 
 def test_train_eval_chat_and_export(

@@ -7,11 +7,11 @@ import random
 from typing import Any
 
 import pytest
-from helpers import VOCABULARY, run
 
 from fledge.errors import EngineError
 from fledge.inference import NativeEngine
 from fledge.types import Completion, Sampling
+from helpers import VOCABULARY, run
 
 
 def engine_with(policy, pages: int, monkeypatch: pytest.MonkeyPatch) -> NativeEngine:
@@ -32,7 +32,10 @@ async def dawdle(rng: random.Random, most: int = 12) -> None:
         await asyncio.sleep(0)
 
 
-async def together(engine: NativeEngine, asks: list[tuple[list[int], Sampling]]) -> list[Completion]:
+Asks = list[tuple[list[int], Sampling]]
+
+
+async def together(engine: NativeEngine, asks: Asks) -> list[Completion]:
     return await asyncio.gather(*(engine.generate(p, s) for p, s in asks))
 
 

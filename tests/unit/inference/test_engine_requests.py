@@ -7,11 +7,11 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from helpers import run
 
 from fledge.errors import EngineError
 from fledge.inference import NativeEngine
 from fledge.types import Completion, Sampling
+from helpers import run
 
 PROMPT = list(range(3, 23))
 LONG = Sampling(max_new_tokens=60, seed=4)
@@ -190,7 +190,7 @@ def test_a_stop_string_is_found_across_token_boundaries(engine):
 
 
 def _spanning(pieces: list[str]) -> tuple[str, int] | None:
-    """A string that begins in one token, covers a second and ends in a third, where it first occurs."""
+    """A string that begins in one token and ends two tokens later, where it first occurs."""
     for i in range(3, len(pieces) - 2):
         three = pieces[i : i + 3]
         text = three[0][-1:] + three[1] + three[2][:1]

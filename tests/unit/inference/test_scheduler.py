@@ -289,7 +289,7 @@ class Memory:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_request_ever_reads_tokens_that_are_not_its_own(seed: int):
-    """Random traffic over an alphabet of two letters, so that beginnings are shared all the time."""
+    """Random traffic over an alphabet of two letters, so beginnings are shared all the time."""
     rng = random.Random(seed)
     scheduler = scheduler_of(pages=rng.randint(6, 16))
     memory = Memory(scheduler)

@@ -1,6 +1,7 @@
 """The gradient of a mini-batch is the same however it is cut, packed, ordered or shared.
 
-The judge is autograd through stock transformers, one sequence at a time, with losses written out here.
+The judge is autograd through stock transformers, one sequence at a time; its losses are written out
+here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ragged_batch, run, shake_adapters, stock, tiny_policy, trainer_of
 from peft import PeftModel
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from fledge.config.schema import LoraConfig
 from fledge.data.batch import Batch
 from fledge.models.load import Policy, export
 from fledge.trainer import LocalTrainer, forward
+from helpers import ragged_batch, run, shake_adapters, stock, tiny_policy, trainer_of
 
 Gradients = dict[str, Tensor]
 
@@ -66,7 +67,7 @@ def trained(tuning: str, double: bool) -> LocalTrainer:
 
 
 def mini_batch(trainer: LocalTrainer, reduction: str) -> Batch:
-    """Three ragged groups, with old log-probs near the present ones, so that only some are clipped."""
+    """Three ragged groups, with old log-probs near the present ones: only some are clipped."""
     batch = run(trainer.score(ragged_batch(), {"old_logp"}))
     generator = torch.Generator().manual_seed(5)
     present = batch.columns["old_logp"].double()
@@ -149,7 +150,9 @@ def test_rows_share_their_prompt_only_when_they_are_computed_together():
 # ---- the naive reference
 
 
-def reference_loss(kind: str, logp: Tensor, old: Tensor, advantage: Tensor, weight: Tensor) -> Tensor:
+def reference_loss(
+    kind: str, logp: Tensor, old: Tensor, advantage: Tensor, weight: Tensor
+) -> Tensor:
     if kind == "cross_entropy":
         return -weight * logp
     if kind == "policy_gradient":

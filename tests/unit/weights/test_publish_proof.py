@@ -7,7 +7,6 @@ from contextlib import suppress
 
 import pytest
 import torch
-from helpers import ragged_batch, run, stock, stock_logps, tiny_policy, trainer_of
 
 from fledge.algorithms.losses import cross_entropy
 from fledge.algorithms.reduce import token_weights
@@ -17,6 +16,7 @@ from fledge.inference import NativeEngine
 from fledge.trainer import LocalTrainer
 from fledge.types import Proof, Sampling
 from fledge.weights import SharedMemoryTransport
+from helpers import ragged_batch, run, stock, stock_logps, tiny_policy, trainer_of
 
 CANARY = list(range(5, 30))
 
@@ -95,7 +95,7 @@ def test_a_replaced_parameter_is_refused_by_name():
     parts = Parts()
     weight = parts.policy.model.model.layers[1].mlp.up_proj.weight
     weight.data = weight.data.clone()
-    with pytest.raises(WeightSyncError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight'.*in place"):
+    with pytest.raises(WeightSyncError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight'"):
         run(parts.publish(1))
 
 
@@ -108,9 +108,7 @@ def test_a_parameter_that_the_engine_does_not_know_is_refused_by_name():
 
 def test_a_replaced_adapter_is_refused_by_name():
     parts = Parts(LoraConfig(rank=4, alpha=8))
-    name, weight = next(
-        (n, p) for n, p in parts.policy.model.named_parameters() if "lora_B" in n
-    )
+    name, weight = next((n, p) for n, p in parts.policy.model.named_parameters() if "lora_B" in n)
     weight.data = weight.data.clone()
     with pytest.raises(WeightSyncError, match=name.replace(".", r"\.")):
         run(parts.publish(1))
@@ -193,7 +191,7 @@ def test_a_trainer_that_scores_otherwise_is_found_by_the_canary(monkeypatch):
         return scored.with_columns(old_logp=scored.columns["old_logp"] + 0.002)
 
     monkeypatch.setattr(parts.trainer, "score", off_by_a_little)
-    with pytest.raises(WeightSyncError, match="disagree on the canary by 0.002"):
+    with pytest.raises(WeightSyncError, match=r"disagree on the canary by 0\.002"):
         run(parts.publish(1))
 
 
