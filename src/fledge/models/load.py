@@ -277,6 +277,15 @@ def save_weights(policy: Policy, directory: Path, *, merge: bool) -> None:
         (directory / "README.md").unlink(missing_ok=True)  # a model card with nothing in it
     else:
         _export_full(policy, directory)
+    for file in directory.glob("*.safetensors"):
+        file.chmod(_default_mode())
+
+
+def _default_mode() -> int:
+    """What a new file gets here: safetensors makes its files readable by their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
 
 
 def _export_full(policy: Policy, directory: Path) -> None:

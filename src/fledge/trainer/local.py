@@ -99,8 +99,7 @@ class LocalTrainer:
     async def forward_backward(self, micro: Batch, loss: Loss) -> None:
         """Add the gradient of `sum(scale * loss)` over the micro-batch's trained tokens."""
         plan = Plan.of(micro.rows, self.policy.device)
-        # Hugging Face checkpoints activations only in training mode; models with dropout are
-        # refused at load.
+        # Hugging Face checkpoints activations only in training mode.
         with _training_mode(self.policy.model) if self._checkpointing else nullcontext():
             tokens = self._tokens(micro, plan)
             loss_N, stats = loss(tokens)
@@ -208,13 +207,16 @@ class LocalTrainer:
 
 
 class _training_mode:
-    """Training mode for the time of a block."""
+    """Training mode for the time of a block, without dropout: the engine has none, either."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def __enter__(self) -> None:
         self._module.train()
+        for layer in self._module.modules():
+            if isinstance(layer, nn.Dropout):
+                layer.eval()
 
     def __exit__(self, *_: object) -> None:
         self._module.eval()
