@@ -1,6 +1,6 @@
 """The picture of a run in the README: what its display showed, replayed from its run directory.
 
-    python scripts/picture.py runs/quickstart docs/quickstart.svg
+python scripts/picture.py runs/quickstart docs/quickstart.svg
 """
 
 from __future__ import annotations

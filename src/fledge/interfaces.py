@@ -53,8 +53,7 @@ class Renderer(Protocol):
     def parse(self, completion: Sequence[int]) -> Message: ...
 
     def encode(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """A finished conversation, and for each token whether an assistant would have sampled it.
-        """
+        """A finished conversation, and for each token whether an assistant would sample it."""
         ...
 
 
@@ -83,8 +82,7 @@ class InferenceEngine(Protocol):
     async def resume(self) -> None: ...
 
     async def update(self, version: int) -> None:
-        """From now on tokens are of `version`; nothing computed under another version may be read.
-        """
+        """From now on tokens are of `version`; nothing of another version may be read."""
         ...
 
     def fingerprint(self) -> Mapping[str, str]:

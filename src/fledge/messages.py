@@ -1,5 +1,4 @@
-"""Reading messages out of rows: the one place where a prompt in a file becomes `Message` records.
-"""
+"""Reading messages out of rows: the one place where a prompt becomes `Message` records."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from fledge.config import TrainConfig, load_config
 from fledge.envs import arithmetic
 from fledge.orchestration import train
 
+FLEDGE = [sys.executable, "-m", "fledge.cli.main"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -24,8 +25,7 @@ def command(run_dir, *overrides):
     """The command of `make train`, its report, and the CPU seconds of its process tree."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
-        [sys.executable, "-m", "fledge.cli.main", "train", "quickstart", f"run_dir={run_dir}"]
-        + list(overrides),
+        [*FLEDGE, "train", "quickstart", f"run_dir={run_dir}", *overrides],
         cwd=ROOT,
         check=True,
         capture_output=True,

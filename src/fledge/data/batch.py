@@ -99,8 +99,7 @@ class Batch:
         return [self.select(cut) for cut in cuts]
 
     def updates(self, epochs: int, minibatches: int, seed: int, reduce: Reduce) -> Iterator[Batch]:
-        """One mini-batch per optimiser step, with its `scale` column; whole prompts stay together.
-        """
+        """One mini-batch per optimiser step, with its `scale` column; prompts stay whole."""
         prompts = sorted({row.prompt for row in self.rows})
         for epoch in range(epochs):
             order = list(prompts)

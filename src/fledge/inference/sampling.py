@@ -75,8 +75,7 @@ def draw(logits_BV: Tensor, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def keep_likely(scaled_BV: Tensor, columns: Columns) -> Tensor:
-    """Set what top-k, then top-p, then min-p leave out to -inf; the most likely token always stays.
-    """
+    """Set what top-k, then top-p, then min-p leave out to -inf; the likeliest token stays."""
     ordered, order = scaled_BV.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled_BV.shape[1], device=scaled_BV.device)
     limit = torch.where(columns.top_k > 0, columns.top_k, scaled_BV.shape[1])[:, None]

@@ -37,7 +37,10 @@ def test_both_kinds_of_rows():
         ({"prompt": "x", "response": None}, r"row 2: response must be text"),
         ({"prompt": 3, "response": "x"}, r"row 2: prompt: must be text or a list"),
         ({"messages": "x"}, r"row 2 has no assistant message"),
-        ({"messages": [{"role": "bot", "content": "x"}]}, r"row 2: messages\[0\].role: must be one of"),
+        (
+            {"messages": [{"role": "bot", "content": "x"}]},
+            r"row 2: messages\[0\].role: must be one of",
+        ),
         ({"messages": [{"role": "user", "content": None}]}, r"row 2: messages\[0\]"),
         ({"messages": ["x"]}, r"row 2: messages\[0\]"),
         ({"messages": [{"role": "user", "content": "x"}]}, r"row 2 has no assistant message"),

@@ -5,8 +5,8 @@ import pytest
 
 from fledge import interfaces
 from fledge.envs.base import Environment
-from fledge.messages import messages_of
 from fledge.errors import DataError
+from fledge.messages import messages_of
 from fledge.types import Message, Step, Task, user
 
 
