@@ -18,9 +18,10 @@ class Ledger:
     """Means and extremes over everything recorded since the last `drain`.
 
     >>> ledger = Ledger()
-    >>> ledger.add("policy/entropy", total=3.0, count=2); ledger.add("policy/entropy", total=1.0,
-    count=2)
-    >>> ledger.extreme("mismatch/abs_logp_max", 0.5); ledger.extreme("mismatch/abs_logp_max", 0.2)
+    >>> for total in (3.0, 1.0):
+    ...     ledger.add("policy/entropy", total, count=2)
+    >>> for gap in (0.5, 0.2):
+    ...     ledger.extreme("mismatch/abs_logp_max", gap)
     >>> ledger.drain()
     {'policy/entropy': 1.0, 'mismatch/abs_logp_max': 0.5}
     """

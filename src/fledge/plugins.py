@@ -91,7 +91,12 @@ def check_arguments(
     """The arguments, validated and converted by the signature after its first `positional`
     parameters.
     """
-    parameters = list(_signature(function, key).parameters.values())[positional:]
+    signature = _signature(function, key)
+    parameters = [
+        p
+        for place, p in enumerate(signature.parameters.values())
+        if place >= positional or p.kind is p.KEYWORD_ONLY
+    ]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     typed = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     hints = _hints(function)
@@ -109,7 +114,8 @@ def check_arguments(
     missing = [n for n, p in typed.items() if p.default is p.empty and n not in checked]
     if missing:
         raise PluginError(
-            f"{key}.{missing[0]}: {_name(function)} needs this argument; set it in the recipe"
+            f"{key}.{missing[0]}: {_name(function)}{signature} needs this argument; "
+            "set it in the recipe, or name a function that does not"
         )
     return checked
 

@@ -102,11 +102,9 @@ class Completion:
     distribution sampled from, `plain_logps` to the softmax at temperature 1; `versions[t]` is the
     weight version that produced token t.
 
-    >>> c = Completion(token_ids=(9, 1, 2), logps=(-0.1, -0.2, -0.0), plain_logps=(-0.1, -0.2,
-    -0.0),
-    ...                versions=(3, 3, 3), stop_reason="stop")
+    >>> c = Completion((9, 1), (-0.1, -0.2), (-0.1, -0.2), versions=(3, 3), stop_reason="stop")
     >>> len(c.token_ids), c.stop_reason
-    (3, 'stop')
+    (2, 'stop')
     """
 
     token_ids: tuple[int, ...]
@@ -143,9 +141,7 @@ class Segment:
     Only sampled tokens are trained; `logps` is 0 and `versions` is -1 where a token was not
     sampled.
 
-    >>> s = Segment(token_ids=(5, 6, 7, 1), logps=(0.0, 0.0, -0.7, -0.1), trained=(False, False,
-    True, True),
-    ...             versions=(-1, -1, 4, 4))
+    >>> s = Segment((5, 6, 1), (0.0, -0.7, -0.1), (False, True, True), versions=(-1, 4, 4))
     >>> sum(s.trained)
     2
     """
@@ -199,8 +195,8 @@ class Group:
     """The episodes of one task that a baseline may compare. Dropped ones are gone from `episodes`
     but counted.
 
-    >>> Group(Task("t", {}), epoch=0, episodes=(), dropped={"infra_abort":
-    1}).dropped["infra_abort"] 1
+    >>> Group(Task("t", {}), 0, episodes=(), dropped={"infra_abort": 1}).dropped["infra_abort"]
+    1
     """
 
     task: Task
@@ -212,21 +208,19 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sequence as the trainer packs it: a segment with what the algorithm made of its episode.
+    """A supervised sequence: each token's weight in the loss, 0 where it is context.
 
-    `weights` is the per-token weight of a supervised loss, 1.0 in RL. `group` and `sequence` say
-    which prompt and which row of the batch it belongs to, for the reductions.
-
-    >>> Sample(token_ids=(5, 6, 7), trained=(False, True, True), logps=(0.0, -0.1, -0.2),
-    advantage=0.5).advantage 0.5
+    >>> Sample(token_ids=(5, 6, 7), weights=(0.0, 1.0, 1.0)).trained
+    (1, 2)
     """
 
     token_ids: tuple[int, ...]
-    trained: tuple[bool, ...]
-    logps: tuple[float, ...]
-    advantage: float = 0.0
-    group: int = 0
-    weights: tuple[float, ...] | None = None
+    weights: tuple[float, ...]
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """Places of the tokens that are trained."""
+        return tuple(place for place, weight in enumerate(self.weights) if weight)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ PHASES = ("generate", "score", "backward", "step", "publish", "save")
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def desk(tmp_path_factory):
     """A folder with a data set, a reward function, and the result of an undisturbed run."""
     folder = tmp_path_factory.mktemp("resume")
     rows = [{"id": str(i), "prompt": f"{i}+{i + 7}"} for i in range(TASKS)]
@@ -118,9 +118,9 @@ def result(folder):
     return tensors, metrics
 
 
-def assert_same_as_straight(workplace, folder):
+def assert_same_as_straight(desk, folder):
     tensors, metrics = result(folder)
-    expected_tensors, expected_metrics = result(workplace / "straight")
+    expected_tensors, expected_metrics = result(desk / "straight")
     assert metrics == expected_metrics
     assert tensors == expected_tensors
     trained = Counter(
@@ -131,47 +131,47 @@ def assert_same_as_straight(workplace, folder):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_killed_in_a_phase(workplace, phase):
-    folder = workplace / f"killed-in-{phase}"
+def test_killed_in_a_phase(desk, phase):
+    folder = desk / f"killed-in-{phase}"
     number = 3 if phase == "save" else 11
     assert run(folder, kill=at_occurrence(phase, number)) == -signal.SIGKILL
     assert run(folder) == 0
-    assert_same_as_straight(workplace, folder)
+    assert_same_as_straight(desk, folder)
 
 
-def test_killed_again_and_again_at_random_moments(workplace):
-    folder = workplace / "killed-at-random"
+def test_killed_again_and_again_at_random_moments(desk):
+    folder = desk / "killed-at-random"
     dice = random.Random(0)
     ends = [run(folder, kill=after_a_while(dice.uniform(0.05, 0.9))) for _ in range(6)]
     assert -signal.SIGKILL in ends
     assert run(folder) == 0
-    assert_same_as_straight(workplace, folder)
+    assert_same_as_straight(desk, folder)
 
 
-def test_resumed_at_an_epoch_boundary(workplace):
+def test_resumed_at_an_epoch_boundary(desk):
     # 12 tasks and 4 groups a step: epoch 1 begins with step 4, right after the checkpoint of step
     # 3.
-    folder = workplace / "killed-at-epoch"
+    folder = desk / "killed-at-epoch"
     assert run(folder, kill=at_occurrence("generate", 4)) == -signal.SIGKILL
     assert run(folder) == 0
-    assert_same_as_straight(workplace, folder)
+    assert_same_as_straight(desk, folder)
     epochs = {line["step"]: line["epoch"] for line in live_lines(folder, "episodes")}
     assert epochs[3] == 0 and epochs[4] == 1
 
 
-def test_more_steps_continue_a_finished_run(workplace):
-    folder = workplace / "longer"
+def test_more_steps_continue_a_finished_run(desk):
+    folder = desk / "longer"
     assert run(folder, "steps=9", "optim.schedule=constant") == 0
     assert run(folder, "steps=12", "optim.schedule=constant") == 0
-    straight = workplace / "longer-straight"
+    straight = desk / "longer-straight"
     assert run(straight, "steps=12", "optim.schedule=constant") == 0
     weights = "checkpoints/step_12/weights/model.safetensors"
     assert (folder / weights).read_bytes() == (straight / weights).read_bytes()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_request_to_stop_saves_and_the_run_goes_on_from_there(workplace, number):
-    folder = workplace / f"stopped-{number.name}"
+def test_a_request_to_stop_saves_and_the_run_goes_on_from_there(desk, number):
+    folder = desk / f"stopped-{number.name}"
     seen = Counter()
 
     def interrupt(name):
@@ -184,28 +184,28 @@ def test_a_request_to_stop_saves_and_the_run_goes_on_from_there(workplace, numbe
     assert (report["finished"], report["step"]) == (False, 5)
     assert (folder / "checkpoints" / "step_5").is_dir()
     assert run(folder) == 0
-    assert_same_as_straight(workplace, folder)
+    assert_same_as_straight(desk, folder)
 
 
-def test_a_changed_setting_or_data_set_is_refused_by_name(workplace, capfd):
-    folder = workplace / "changed"
+def test_a_changed_setting_or_data_set_is_refused_by_name(desk, capfd):
+    folder = desk / "changed"
     assert run(folder, "steps=3") == 0
     with pytest.raises(CheckpointError, match=r"optim\.lr: 0\.01 -> 0\.02"):
         train(config(folder, "optim.lr=0.02"))
     rows = Path("tasks.jsonl").read_text()
-    other = workplace / "other.jsonl"
+    other = desk / "other.jsonl"
     other.write_text(rows.replace("0+7", "0+8"))
     with pytest.raises(CheckpointError, match=r"data\.fingerprint"):
         train(config(folder, f"data.train={other}"))
-    moved = workplace / "moved.jsonl"
+    moved = desk / "moved.jsonl"
     moved.write_text(rows)
     assert run(folder, "steps=4", f"data.train={moved}") == 0
     with pytest.raises(ConfigError, match="already at step 4"):
         train(config(folder, "steps=3"))
 
 
-def test_more_steps_with_a_schedule_that_depends_on_them_warns(workplace):
-    folder = workplace / "rescheduled"
+def test_more_steps_with_a_schedule_that_depends_on_them_warns(desk):
+    folder = desk / "rescheduled"
     assert run(folder, "steps=3") == 0
     assert run(folder, "steps=5") == 0
     events = (folder / "events.jsonl").read_text()

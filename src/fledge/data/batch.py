@@ -147,9 +147,8 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
     rows: list[Row] = []
     weights: list[float] = []
     for index, sample in enumerate(samples):
-        places = tuple(i for i, trained in enumerate(sample.trained) if trained)
+        places = sample.trained
         if places:
             rows.append(Row(sample.token_ids, places, index, index))
-            given = sample.weights or (1.0,) * len(sample.token_ids)
-            weights.extend(given[i] for i in places)
+            weights.extend(sample.weights[i] for i in places)
     return Batch(tuple(rows), {"weight": torch.tensor(weights)})

@@ -50,7 +50,5 @@ def encode_demo(renderer: Renderer, messages: Sequence[Message]) -> Sample:
     token_ids, sampled = renderer.encode(messages)
     return Sample(
         token_ids=tuple(token_ids),
-        trained=tuple(sampled),
-        logps=(0.0,) * len(token_ids),
         weights=tuple(map(float, sampled)),
     )

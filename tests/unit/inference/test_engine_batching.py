@@ -59,7 +59,7 @@ def test_a_request_draws_the_same_tokens_alone_and_in_a_crowd(policy):
         return await asyncio.gather(*(late(*ask) for ask in asks))
 
     crowded = run(crowd())
-    for ask, said in list(zip(asks, crowded, strict=True))[::4]:
+    for ask, said in list(zip(asks, crowded, strict=True))[::5]:
         alone = run(NativeEngine(policy, cache_mb=1).generate(*ask))
         assert alone.token_ids == said.token_ids
         assert alone.logps == pytest.approx(said.logps, abs=1e-5)

@@ -109,7 +109,7 @@ def check_all_cuts(trainer: LocalTrainer, batch: Batch, loss: str, allowed: floa
     backwards = [batch.select(range(len(batch.rows))[::-1])]
     budget = batch.micros(25)
     assert 1 < len(budget) < len(rows)
-    for cut in (rows, backwards, budget, random_cut(batch, 1), random_cut(batch, 2)):
+    for cut in (rows, backwards, budget, random_cut(batch, 1)):
         check_equal(whole, gradients(trainer, cut, loss), allowed)
     return whole
 
@@ -131,8 +131,10 @@ def test_every_cut_gives_adapters_the_same_gradient_in_fp64(tuning, loss, reduct
     check_all_cuts(trainer, mini_batch(trainer, reduction), loss, 1e-10)
 
 
-@pytest.mark.parametrize("tuning", sorted(TUNINGS))
-@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize(
+    ("tuning", "loss"),
+    [("full", loss) for loss in sorted(LOSSES)] + [("lora", "clipped"), ("dora", "clipped")],
+)
 def test_every_cut_gives_the_same_gradient_in_fp32(tuning: str, loss: str):
     trainer = trained(tuning, double=False)
     check_all_cuts(trainer, mini_batch(trainer, "sequence_mean"), loss, 1e-5)

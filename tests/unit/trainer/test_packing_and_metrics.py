@@ -55,9 +55,9 @@ def test_an_advantage_reaches_all_trained_tokens_of_its_episode_and_no_other():
 
 def test_samples_keep_their_token_weights():
     samples = [
-        Sample((1, 2, 3), (False, True, True), (0.0,) * 3, weights=(9.0, 0.5, 2.0)),
-        Sample((1, 2), (False, False), (0.0,) * 2),
-        Sample((4, 5), (False, True), (0.0,) * 2),
+        Sample((1, 2, 3), weights=(0.0, 0.5, 2.0)),
+        Sample((1, 2), weights=(0.0, 0.0)),
+        Sample((4, 5), weights=(0.0, 1.0)),
     ]
     batch = pack_samples(samples)
     assert [r.trained for r in batch.rows] == [(1, 2), (1,)]

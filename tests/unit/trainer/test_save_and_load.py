@@ -23,7 +23,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora": {"lora": LoraConfig(rank=4, alpha=8, dora=True)},
     "bf16": {"dtype": "bf16"},
     "fp16": {"dtype": "fp16", "initializer_range": 0.1},
-    "bf16_lora": {"dtype": "bf16", "lora": LoraConfig(rank=4, alpha=8)},
     "untied": {"tie_word_embeddings": False},
 }
 
@@ -159,9 +158,9 @@ def test_a_value_head_gives_one_value_per_trained_token_and_learns(tmp_path: Pat
 
     async def play() -> tuple[torch.Tensor, torch.Tensor]:
         first = (await trainer.score(batch, {"value"})).columns["value"]
-        for _ in range(30):
+        for _ in range(20):
             await trainer.forward_backward(batch, squared)
-            await trainer.optim_step(0.02)
+            await trainer.optim_step(0.03)
         return first, (await trainer.score(batch, {"value"})).columns["value"]
 
     first, last = run(play())

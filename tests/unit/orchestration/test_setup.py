@@ -1,0 +1,95 @@
+"""Start-up checks: inert settings are named, prompts must fit, held-out tasks stay out."""
+
+import pytest
+
+from fledge.config import TrainConfig, load_config
+from fledge.config.schema import ModelConfig
+from fledge.envs import make_factory
+from fledge.errors import DataError
+from fledge.models.load import load_policy
+from fledge.orchestration.setup import inert_settings, make_tasks
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return load_policy(ModelConfig(random_init=True, overrides={"hidden_size": 16}), seed=0)
+
+
+def resolve(*overrides, rows=12):
+    recipe = {
+        "env": {"name": "reward", "function": score},
+        "data": {"train": {"name": prompts, "count": rows}},
+    }
+    return load_config(TrainConfig, recipe, overrides, {})
+
+
+def score(prompt, response, meta):
+    return 1.0
+
+
+def prompts(count: int = 3, repeat: int = 1):
+    return [{"prompt": "7" * (i + 1)} for i in range(count)] * repeat
+
+
+def tasks_of(policy, *overrides):
+    config = resolve(*overrides).config
+    return make_tasks(config, make_factory(config.env), policy)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algorithm.loss.high=0.3"], "algorithm.loss.high has no effect"),
+        (["eval.temperature=0.5"], "eval.temperature has no effect"),
+        (["tracking.project=x"], "tracking.project has no effect"),
+        (["optim.warmup_steps=100"], "optim.lr=0.001 is never reached"),
+    ],
+)
+def test_a_setting_without_effect_is_named(overrides, said):
+    assert any(said in text for text in inert_settings(resolve(*overrides)))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["algorithm.loss.high=0.3", "algorithm.epochs=2"],
+        ["eval.temperature=0.5", "data.eval_size=2"],
+        ["tracking.project=x", "tracking.to=[wandb]"],
+    ],
+)
+def test_settings_with_an_effect_are_left_alone(overrides):
+    assert inert_settings(resolve(*overrides)) == []
+
+
+def test_held_out_tasks_are_split_off(policy):
+    found = tasks_of(policy, "data.eval_size=4")
+    assert len(found.eval) == 4 and len(found.train) == 8
+    assert not {t.key for t in found.eval} & {t.key for t in found.train}
+
+
+def test_long_prompts_are_filtered_with_a_count(policy):
+    everything = tasks_of(policy)
+    assert everything.too_long == 0
+    limit = everything.longest_prompt - 2
+    filtered = tasks_of(policy, f"data.max_prompt_tokens={limit}")
+    assert filtered.too_long == 2 and len(filtered.train) == 10
+    with pytest.raises(DataError, match=r"data\.max_prompt_tokens"):
+        tasks_of(policy, "data.max_prompt_tokens=1")
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_work(policy):
+    with pytest.raises(DataError, match=r"context of 512 leaves 8 .*max_new_tokens=504"):
+        tasks_of(policy, "rollout.max_new_tokens=504")
+
+
+def test_duplicates_are_merged_and_counted(policy):
+    assert tasks_of(policy, "data.train.repeat=2").duplicates == 12
+
+
+def test_an_evaluation_on_trained_tasks_is_refused(policy):
+    config = resolve().config
+    shared = config.data.model_copy(update={"eval": config.data.train})
+    config = config.model_copy(update={"data": shared})
+    with pytest.raises(DataError, match=r"data\.eval: 12 of its tasks are also in data\.train"):
+        make_tasks(config, make_factory(config.env), policy)
