@@ -58,6 +58,7 @@ def config(folder, *overrides):
         "console": "quiet",
         "env": {"name": "reward", "function": "vowels:score"},
         "model": {
+            "device": "cpu",
             "random_init": True,
             "overrides": {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2},
         },

@@ -63,7 +63,7 @@ def reward(prompt: str, response: str, meta: Any) -> float:
 
 def model_config(size: Size) -> ModelConfig:
     shape = {"num_hidden_layers": size.layers, "intermediate_size": 384}
-    return ModelConfig(path="tiny", random_init=True, overrides=shape)
+    return ModelConfig(path="tiny", random_init=True, device="cpu", overrides=shape)
 
 
 def run(smoke: bool) -> int:

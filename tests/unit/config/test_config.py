@@ -65,7 +65,7 @@ def test_recipes_may_be_json(tmp_path):
     [
         (
             "rollout.grop_size=4",
-            "rollout.grop_size: no such key; did you mean 'rollout.group_size'",
+            "no such key; did you mean 'rollout.group_size'",
         ),
         ("stepz=4", "did you mean 'steps'"),
         ("steps=many", "steps: .*got 'many'"),

@@ -74,12 +74,17 @@ def test_different_seeds_draw_different_tokens_from_one_prompt(policy):
 # ---- pages
 
 
-def test_a_group_is_prefilled_once(policy):
+@pytest.mark.parametrize("length", [5, 32, 40])
+def test_a_group_is_prefilled_once_and_each_member_goes_its_own_way(policy, length: int):
     engine = NativeEngine(policy, cache_mb=1)
-    prompt = ids(random.Random(1), 40)
-    run(together(engine, [(prompt, Sampling(4, seed=s)) for s in range(8)]))
-    assert engine.prefill_tokens == 40
-    assert engine.sampled_tokens == 32
+    asks = [(ids(random.Random(1), length), Sampling(6, seed=s)) for s in range(8)]
+    said = run(together(engine, asks))
+    assert engine.prefill_tokens == length
+    assert engine.sampled_tokens == 48
+    for ask, completion in list(zip(asks, said, strict=True))[::3]:
+        alone = run(NativeEngine(policy, cache_mb=1).generate(*ask))
+        assert alone.token_ids == completion.token_ids
+        assert alone.logps == pytest.approx(completion.logps, abs=1e-5)
 
 
 def test_a_second_turn_computes_only_what_is_new(policy):
