@@ -8,7 +8,7 @@ warned about, never ignored.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
 
@@ -122,7 +122,7 @@ class RolloutConfig(Section):
     temperature: float = Field(
         1.0, gt=0, description="of the rollouts; the trainer scores at the same temperature"
     )
-    stop: list[str] = Field(
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list, description="strings that end a reply, besides the end-of-turn token"
     )
     timeout: float = Field(

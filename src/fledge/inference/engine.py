@@ -101,8 +101,8 @@ class NativeEngine:
     def _submit(self, request: Request, fail: Callable[[FledgeError], None]) -> None:
         if self._closed:
             raise self._failure or EngineError("the engine is closed")
-        if not request.prompt:
-            raise EngineError("a request needs at least one prompt token")
+        if not request.prompt or request.sampling.max_new_tokens < 1:
+            raise EngineError("a request needs at least one prompt token and one new token")
         if request.most_tokens > self.policy.context:
             raise EngineError(
                 f"a prompt of {len(request.prompt)} tokens and up to "

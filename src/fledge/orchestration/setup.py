@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from fledge.config.schema import CommonConfig, DataConfig, ModelConfig
 from fledge.data.render import make_renderer
 from fledge.data.tasks import filter_by_length, fingerprint, load_rows, split_off, to_tasks
 from fledge.envs import EnvironmentFactory
-from fledge.errors import DataError
+from fledge.errors import DataError, FledgeError
 from fledge.interfaces import Renderer
 from fledge.models.fingerprint import digest, module_tensors, tensor_hash
 from fledge.models.load import Policy, load_policy
@@ -56,38 +56,37 @@ def weights_digest(policy: Policy) -> str:
 
 def make_tasks(config: TrainConfig, environment: EnvironmentFactory, policy: Policy) -> Tasks:
     """Read, name, split and filter the tasks; refuse prompts that cannot fit the model."""
-    data = config.data
-    rows = load_rows(data.train, "data.train")
-    train = to_tasks(rows, "data.train")
-    duplicates = len(rows) - len(train)
-    train, held_out = _hold_out(data, train, config.seed)
+    rows = load_rows(config.data.train, "data.train")
+    named = to_tasks(rows, "data.train")
+    train, held_out = _hold_out(config.data, named, config.seed)
     renderer = make_renderer(policy.tokenizer)
     lengths = prompt_lengths([*train, *held_out], environment, renderer, config.rollout.timeout)
-    room = policy.context - config.rollout.max_new_tokens
-    if data.max_prompt_tokens is not None:
-        kept, dropped = filter_by_length(
-            train, lambda t: lengths.get(t.key, 0), data.max_prompt_tokens
-        )
-        held_out, more = (
-            filter_by_length(held_out, lambda t: lengths.get(t.key, 0), data.max_prompt_tokens)
-            if held_out
-            else ([], 0)
-        )
-        train, too_long = kept, dropped + more
-    else:
-        too_long = 0
-    longest = max((lengths.get(t.key, 0) for t in [*train, *held_out]), default=0)
-    if longest > room:
-        key = next(t.key for t in [*train, *held_out] if lengths.get(t.key, 0) == longest)
+    limit = config.data.max_prompt_tokens
+    before = len(train) + len(held_out)
+    if limit is not None:
+        train, _ = filter_by_length(train, lambda task: lengths.get(task.key, 0), limit)
+        held_out = [task for task in held_out if lengths.get(task.key, 0) <= limit]
+    left = {task.key: lengths.get(task.key, 0) for task in [*train, *held_out]}
+    _refuse_overlong(left, policy.context, config.rollout.max_new_tokens)
+    return Tasks(
+        train,
+        held_out,
+        duplicates=len(rows) - len(named),
+        too_long=before - len(left),
+        longest_prompt=max(left.values()),
+    )
+
+
+def _refuse_overlong(lengths: Mapping[str, int], context: int, new_tokens: int) -> None:
+    key = max(lengths, key=lambda k: lengths[k])
+    room = context - new_tokens
+    if lengths[key] > room:
         raise DataError(
-            f"data.max_prompt_tokens: the prompt of task {key!r} has {longest} tokens, but the "
-            "model's context of "
-            f"{policy.context} leaves {room} beside "
-            f"rollout.max_new_tokens={config.rollout.max_new_tokens}; "
-            f"set data.max_prompt_tokens={max(room, 1)} to filter such tasks, or lower "
-            "rollout.max_new_tokens"
+            f"data.max_prompt_tokens: the prompt of task {key!r} has {lengths[key]} tokens, but "
+            f"the model's context of {context} leaves {room} beside "
+            f"rollout.max_new_tokens={new_tokens}; set data.max_prompt_tokens={max(room, 1)} to "
+            "filter such tasks, or lower rollout.max_new_tokens"
         )
-    return Tasks(train, held_out, duplicates, too_long, longest)
 
 
 def _hold_out(data: DataConfig, train: list[Task], seed: int) -> tuple[list[Task], list[Task]]:
@@ -122,8 +121,17 @@ def prompt_lengths(
             env = environment(task)
             if not getattr(env, "reset_is_cheap", True):
                 return {}
-            messages = await asyncio.wait_for(env.reset(), timeout)
-            await env.close()
+            try:
+                messages = await asyncio.wait_for(env.reset(), timeout)
+                await env.close()
+            except FledgeError:
+                raise
+            except Exception as error:
+                name = type(env).__name__
+                raise DataError(
+                    f"env: {name}.reset failed for task {task.key!r}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
             found[task.key] = len(renderer.start(messages))
         return found
 

@@ -24,6 +24,7 @@ from fledge.envs import make_factory
 from fledge.errors import CheckpointError, ConfigError
 from fledge.inference import NativeEngine
 from fledge.models.load import Policy, export, restore_weights
+from fledge.orchestration.books import Books
 from fledge.orchestration.checkpoint import read_latest
 from fledge.orchestration.evaluation import Evaluation, Evaluator
 from fledge.orchestration.files import why, write_atomic
@@ -49,18 +50,9 @@ def train(resolved: Resolved[TrainConfig]) -> dict[str, Any]:
         step = asyncio.run(_run_and_close(run))
         if step != books.saved_step:  # somebody asked to stop between two checkpoints
             run.save(step)
-        report: dict[str, Any] = {"finished": step == run.steps, "step": step}
-        if before is not None:
-            report["before"] = before
+        report: dict[str, Any] = {} if before is None else {"before": before}
         report |= {"evaluations": run.evaluations, "health": run.health.report()}
-        _finish(run.policy.policy, books.run_dir.path, report)
-        report["seconds"] = time.monotonic() - began
-        books.run_dir.write_report(report)
-        if not report["finished"]:
-            books.said_goodbye(
-                step, f"give the same command again (run_dir={resolved.config.run_dir})"
-            )
-    return report
+        return _finish(books, run.policy.policy, step, report, began)
 
 
 async def _run_and_close(run: Run) -> int:
@@ -78,27 +70,29 @@ def sft(resolved: Resolved[SftConfig]) -> dict[str, Any]:
         step = asyncio.run(run.train())
         if step != books.saved_step:
             run.save(step)
-        report: dict[str, Any] = {"finished": step == resolved.config.steps, "step": step}
-        _finish(run.trainer.policy, books.run_dir.path, report)
-        report["seconds"] = time.monotonic() - began
-        books.run_dir.write_report(report)
-        if not report["finished"]:
-            books.said_goodbye(
-                step, f"give the same command again (run_dir={resolved.config.run_dir})"
-            )
-    return report
+        return _finish(books, run.trainer.policy, step, {}, began)
 
 
-def _finish(policy: Policy, run_dir: Path, report: dict[str, Any]) -> None:
+def _finish(
+    books: Books, policy: Policy, step: int, report: dict[str, Any], began: float
+) -> dict[str, Any]:
+    """Export what is finished, write the report, or say how to continue."""
+    config, folder = books.resolved.config, books.run_dir.path
+    report |= {"finished": step == config.steps, "step": step}
     if report["finished"]:
         try:
-            export(policy, run_dir / EXPORT)
+            export(policy, folder / EXPORT)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"run_dir: training is finished and saved, but exporting to {run_dir / EXPORT} "
+                f"run_dir: training is finished and saved, but exporting to {folder / EXPORT} "
                 f"failed: {why(error)}; free space and give the same command again"
             ) from error
-        report["model"] = str(run_dir / EXPORT)
+        report["model"] = str(folder / EXPORT)
+    report["seconds"] = time.monotonic() - began
+    books.run_dir.write_report(report)
+    if not report["finished"]:
+        books.said_goodbye(step, f"give the same command again (run_dir={config.run_dir})")
+    return report
 
 
 def _warm_start(resolved: Resolved[TrainConfig]) -> dict[str, Any] | None:

@@ -73,7 +73,7 @@ class EpisodeGenerator:
     async def _play(self, task: Task, index: int, sampling: Sampling, session: int) -> Episode:
         env: Environment | None = None
         try:
-            env = self.environment(task)
+            env = self._make(task)
             asked = await self._call(env.reset(), Outcome.INFRA_ABORT, "reset")
             prompt = self.renderer.start(asked)
             completion = await self.engine.generate(prompt, sampling, session)
@@ -88,17 +88,27 @@ class EpisodeGenerator:
             if env is not None:
                 await _close(env, self.timeout)
 
-    async def _call(self, work: Awaitable[T], outcome: Outcome, what: str) -> T:
-        """Await one call of the environment; what goes wrong there is attributed to it."""
+    def _make(self, task: Task) -> Environment:
         try:
-            return await asyncio.wait_for(work, self.timeout)
-        except TimeoutError:
-            raise _Failed(
-                Outcome.TIME_LIMIT, f"{what} took longer than rollout.timeout={self.timeout:g} s"
-            ) from None
+            return self.environment(task)
         except FledgeError:
             raise
         except Exception as error:
+            text = f"making the environment: {type(error).__name__}: {error}"
+            raise _Failed(Outcome.INFRA_ABORT, text) from error
+
+    async def _call(self, work: Awaitable[T], outcome: Outcome, what: str) -> T:
+        """Await one call of the environment; what goes wrong there is attributed to it."""
+        limit = asyncio.timeout(self.timeout)
+        try:
+            async with limit:
+                return await work
+        except FledgeError:
+            raise
+        except Exception as error:
+            if limit.expired():
+                text = f"{what} took longer than rollout.timeout={self.timeout:g} s"
+                raise _Failed(Outcome.TIME_LIMIT, text) from None
             raise _Failed(outcome, f"{what}: {type(error).__name__}: {error}") from error
 
 
