@@ -18,6 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / ".slow" / "results.json"
+PYTEST = [sys.executable, "-m", "pytest", "-o", "addopts=", "-m", "slow"]
 LIMIT = 3600.0
 """Seconds that one test may take."""
 
@@ -33,7 +34,8 @@ def sources() -> str:
 
 
 def collect(words: list[str]) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow"]
+    # The configured options would ask for quick tests and for one line per file.
+    command = [*PYTEST, "--collect-only", "-q", "tests"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     tests = [line for line in listed.splitlines() if "::" in line]
     return [t for t in tests if all(word in t for word in words)]
@@ -42,7 +44,7 @@ def collect(words: list[str]) -> list[str]:
 def run(test: str, code: str) -> dict[str, Any]:
     log = ROOT / ".slow" / (test.replace("/", ".").replace("::", ".").replace(" ", "_") + ".log")
     began = time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-m", "slow", "-rA", test]
+    command = [*PYTEST, "-rA", test]
     with log.open("w") as file:
         try:
             finished = subprocess.run(

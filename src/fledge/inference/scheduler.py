@@ -86,21 +86,20 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self.everything())
+        return bool(self.running or self._wave or self._waiting or self._next_wave)
 
     def submit(self, request: Request) -> None:
         need = self._pages(request)
         if need > self.pool.total:
             raise EngineError(
                 f"a request of {request.most_tokens} tokens needs {need} cache pages, but there "
-                "are only "
-                f"{self.pool.total}; raise engine.cache_mb or lower rollout.max_new_tokens"
+                f"are only {self.pool.total}; raise engine.cache_mb or lower rollout.max_new_tokens"
             )
         (self._waiting if request.session is None else self._next_wave).append(request)
 
     def admit(self) -> list[Admission]:
-        """Start what fits now, grouped by identical prompts. Order of arrival decides; nobody
-        overtakes.
+        """Start what fits now, grouped by identical prompts. In each queue order decides, and
+        nobody overtakes.
         """
         self._open_wave()
         groups: dict[tuple[int, ...], list[Request]] = {}
