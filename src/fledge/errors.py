@@ -1,16 +1,15 @@
-"""The error tree. Every error a user can meet is a `FledgeError`; its text names the setting to
-change.
+"""The error tree. Every error a user can meet is a `FledgeError`; its text names the setting.
 
-    FledgeError                exit code 2, one line, no stack trace without --debug ├── ConfigError
-    a key, a value, or two values that do not fit together ├── DataError              tasks or
-    demonstrations that are missing, empty or malformed ├── ModelError             a model that
-    cannot be loaded, or that our attention cannot run exactly ├── PluginError            a
-    "module:name" that cannot be resolved or has the wrong signature ├── RewardError            a
-    reward that is not a finite number, with the environment's name ├── CheckpointError        a
-    checkpoint that cannot be written, is damaged, or does not belong here ├── WeightSyncError
-    the engine does not serve the weights that were published ├── EngineError            a request
-    that can never run, or an engine that is closed or stuck └── TrainingError          training
-    that can no longer be right (non-finite loss, no signal at all)
+    FledgeError              exit code 2, one line, no stack trace without --debug
+    ├── ConfigError          a key, a value, or two values that do not fit together
+    ├── DataError            tasks or demonstrations that are missing, empty or malformed
+    ├── ModelError           a model that cannot be loaded, or not be run exactly
+    ├── PluginError          a "module:name" that cannot be found, called, or trusted
+    ├── RewardError          a reward that is not a usable number, with the environment's name
+    ├── CheckpointError      a checkpoint that cannot be written, is damaged, or is another's
+    ├── WeightSyncError      the engine does not serve the weights that were published
+    ├── EngineError          a request that can never run, or an engine that is closed
+    └── TrainingError        training that can no longer be right
 
 Errors of the programmer are plain `assert` and `TypeError`; they are never caught.
 """

@@ -5,6 +5,7 @@ batch is used.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from fledge.algorithms.advantages import ADVANTAGES
 from fledge.algorithms.losses import LOSSES, cross_entropy, k3
 from fledge.algorithms.tokens import Stats, Tokens
 from fledge.config.schema import AlgorithmConfig
-from fledge.errors import PluginError, TrainingError
+from fledge.errors import FledgeError, PluginError
 from fledge.plugins import bind, check_arguments, check_positional, resolve
 from fledge.types import Group
 
@@ -39,13 +40,7 @@ class Algorithm:
         """Policy loss plus the side terms that are switched on; each term is reported under
         `term/`.
         """
-        loss, stats = self.policy_loss(x)
-        if loss.shape != x.logp.shape:
-            raise PluginError(
-                f"algorithm.loss: returned shape {tuple(loss.shape)}, expected one number per "
-                "token "
-                f"{tuple(x.logp.shape)}"
-            )
+        loss, stats = checked_loss(self.policy_loss, x)
         stats = {"term/policy": loss.detach().abs(), **stats}
         if self.kl_coef:
             assert x.ref_logp is not None
@@ -59,15 +54,20 @@ class Algorithm:
 
     def judge(self, groups: Sequence[Group]) -> list[list[float]]:
         """One advantage per episode, group by group."""
-        found = self.advantages(groups)
+        try:
+            found = [list(map(float, values)) for values in self.advantages(groups)]
+        except FledgeError:
+            raise
+        except Exception as error:
+            raise PluginError(f"algorithm.advantage: {type(error).__name__}: {error}") from error
         for group, values in zip(groups, found, strict=True):
             if len(values) != len(group.episodes):
-                raise TrainingError(
+                raise PluginError(
                     f"algorithm.advantage: {len(values)} advantages for the {len(group.episodes)} "
                     f"episodes of task {group.task.key!r}"
                 )
-            if any(v != v or abs(v) == float("inf") for v in values):
-                raise TrainingError(
+            if not all(map(math.isfinite, values)):
+                raise PluginError(
                     f"algorithm.advantage: not finite for task {group.task.key!r}: {values}"
                 )
         return found
@@ -78,6 +78,30 @@ class Algorithm:
     def restore(self, state: Mapping[str, Any]) -> None:
         if hasattr(self.advantages, "restore"):
             self.advantages.restore(state)
+
+
+def checked_loss(loss: Callable[[Tokens], tuple[Tensor, Stats]], x: Tokens) -> tuple[Tensor, Stats]:
+    """Call a policy loss, and refuse what training could not trust, under the key's name."""
+    try:
+        found = loss(x)
+    except FledgeError:
+        raise
+    except Exception as error:
+        raise PluginError(f"algorithm.loss: {type(error).__name__}: {error}") from error
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor)):
+        raise PluginError("algorithm.loss: must return (one loss per token, {name: statistic})")
+    loss_N, stats = found
+    if loss_N.shape != x.logp.shape:
+        raise PluginError(
+            f"algorithm.loss: returned shape {tuple(loss_N.shape)}, expected one number per "
+            f"token {tuple(x.logp.shape)}"
+        )
+    if x.logp.requires_grad and not loss_N.requires_grad:
+        raise PluginError("algorithm.loss: does not depend on the policy, so nothing would train")
+    for name, values in stats.items():
+        if not (isinstance(values, Tensor) and values.shape == x.logp.shape):
+            raise PluginError(f"algorithm.loss: statistic {name!r} must have one number per token")
+    return loss_N, {name: values.detach() for name, values in stats.items()}
 
 
 def make_algorithm(config: AlgorithmConfig) -> Algorithm:

@@ -33,11 +33,13 @@ def train_summary(report: Mapping[str, Any], run_dir: str, cost: str) -> str:
         lines.append("held-out score (mean reward)")
         width = max(len(name) for name, _ in stages)
         for name, found in stages:
-            lines.append(f"  {name:<{width}}  {found['average']:.3f}")
+            lines.append(f"  {name:<{width}}  {found['average']:.3f}{_unscored(found)}")
             lines += [f"    {line}" for line in answers(found["answers"])]
         lines.append("")
     lines += [health(report["health"]), *_ending(report, run_dir, cost)]
-    lines += [f"      fledge eval {run_dir}", f"      fledge export {run_dir} OUT"]
+    if stages:
+        lines.append(f"      fledge eval {run_dir}")
+    lines.append(f"      fledge export {run_dir} OUT")
     return "\n".join(lines)
 
 
@@ -87,6 +89,11 @@ def _ending(report: Mapping[str, Any], run_dir: str, cost: str) -> list[str]:
         f"model: {report['model']}",
         f"next: fledge chat {run_dir}",
     ]
+
+
+def _unscored(found: Mapping[str, Any]) -> str:
+    failed = found.get("failed", 0)
+    return f"  ({found['tasks']} tasks; {failed} episodes could not be scored)" if failed else ""
 
 
 def evaluation(name: str, found: Evaluation) -> str:

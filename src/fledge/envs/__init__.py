@@ -16,7 +16,7 @@ from typing import Any
 from fledge import interfaces
 from fledge.config import Plugin
 from fledge.envs.arithmetic import Arithmetic
-from fledge.envs.base import Environment
+from fledge.envs.base import Environment, reward_of
 from fledge.envs.check import check_env
 from fledge.envs.function import RewardEnvironment
 from fledge.errors import PluginError
@@ -30,6 +30,7 @@ __all__ = [
     "RewardEnvironment",
     "check_env",
     "make_factory",
+    "reward_of",
 ]
 
 EnvironmentFactory = Callable[[Task], interfaces.Environment]

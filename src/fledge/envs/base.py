@@ -6,12 +6,14 @@ An environment sees messages and its task, never tokens or tensors. Nothing here
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from fledge.errors import DataError
+from fledge.errors import DataError, RewardError
 from fledge.types import Message, Step, Task
 
 T = TypeVar("T")
@@ -24,6 +26,9 @@ class Environment(Generic[T]):
     dataclass, a TypedDict or a pydantic model); a row that does not fit is refused with the name of
     the field.
     """
+
+    reset_is_cheap: ClassVar[bool] = True
+    """Prompts are looked at before training starts, unless `reset` starts a server or the like."""
 
     _record: ClassVar[Any] = Task
 
@@ -50,6 +55,35 @@ class Environment(Generic[T]):
 
     async def close(self) -> None:
         """Give back what `reset` took. May be called twice, and without a `reset`."""
+
+
+LARGEST_REWARD = 1e9
+
+
+def reward_of(value: object, where: str) -> float:
+    """A reward as a float: any real number, also of numpy or torch; anything else is refused.
+
+    >>> reward_of(True, "env")
+    1.0
+    """
+    scalar = getattr(value, "item", None)
+    if scalar is not None and getattr(value, "ndim", 1) == 0:
+        value = scalar()
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= LARGEST_REWARD:
+        raise RewardError(
+            f"{where} gave the reward {_short(value)}; it must be a finite number "
+            f"no larger than {LARGEST_REWARD:.0e}"
+        )
+    return number
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _read(record: Any, task: Task, name: str) -> Any:

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, TypeVar
 
+from fledge.envs.base import reward_of
+from fledge.errors import RewardError
 from fledge.interfaces import Environment
 from fledge.types import Message, Step, Task, assistant
 
@@ -117,7 +119,10 @@ def _check_step(step: Any) -> None:
     if not isinstance(step, Step):
         raise _Fault(f"step returned {type(step).__name__}, not a Step")
     messages = _messages("step", step.messages)
-    _number("reward", step.reward)
+    try:
+        reward_of(step.reward, "step")
+    except RewardError as error:
+        raise _Fault(str(error)) from None
     for name, value in step.info.items():
         _number(f"info[{name!r}]", value)
     if not (messages or step.terminated or step.truncated):

@@ -6,17 +6,15 @@ function raises goes up.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from numbers import Real
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from fledge.envs.base import Environment
-from fledge.errors import DataError, RewardError
+from fledge.envs.base import Environment, reward_of
+from fledge.envs.threads import in_thread
+from fledge.errors import DataError
 from fledge.messages import messages_of
 from fledge.plugins import check_positional, resolve
 from fledge.types import Message, Step, Task
@@ -63,19 +61,12 @@ class RewardEnvironment(Environment[Task]):
             reward: Any = self.function(*arguments)
         else:
             # In a thread: a grader that blocks must not stop the other episodes.
-            reward = await asyncio.to_thread(self.function, *arguments)
+            reward = await in_thread(self.function, *arguments)
         if inspect.isawaitable(reward):
             reward = await reward
-        return Step(reward=self._number(reward), terminated=True)
-
-    def _number(self, reward: object) -> float:
-        if isinstance(reward, Real) and math.isfinite(reward):
-            return float(reward)
         name = getattr(self.function, "__name__", type(self.function).__name__)
-        raise RewardError(
-            f"env.function: {name} returned {reward!r} for task {self.key!r}; "
-            f"it must return a finite number"
-        )
+        where = f"env.function: {name}, task {self.key!r},"
+        return Step(reward=reward_of(reward, where), terminated=True)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

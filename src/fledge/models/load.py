@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
@@ -118,6 +119,7 @@ def load_policy(config: ModelConfig, seed: int) -> Policy:
     if device.type == "cpu":
         store_by_column(model)
     if config.lora is not None:
+        torch.manual_seed(seed)  # adapters begin at random, and a resumed run must begin alike
         policy.module = add_adapter(model, config.lora)
     policy.module.eval()
     return policy
@@ -128,8 +130,10 @@ def _locate(path: str) -> str:
         return str(resources.files("fledge.models") / "tiny")
     if Path(path).exists():
         return path
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ModelError(f"model.path: folder {path!r} does not exist")
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ModelError(
+            f"model.path: {path!r} is no folder here; name one, a hub model (owner/name), or tiny"
+        )
     return path
 
 
@@ -185,16 +189,24 @@ def _build(
         # Drawn in fp32 and then rounded, so that every dtype starts from the same weights.
         return AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).to(dtype)
     try:
-        return AutoModelForCausalLM.from_pretrained(path, config=hf_config, dtype=dtype)
-    except (OSError, ValueError) as error:
-        hint = (
-            "; set model.random_init=true to start from fresh weights"
-            if Path(path).exists()
-            else ""
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, config=hf_config, dtype=dtype, output_loading_info=True
         )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        fresh = "; model.random_init=true starts from fresh weights" if Path(path).exists() else ""
         raise ModelError(
-            f"model.path: cannot load weights of {path!r}{hint}: {_first_line(error)}"
+            f"model.path: cannot load weights of {path!r}{fresh}: {_first_line(error)}"
         ) from None
+    model, found = loaded
+    for kind in ("missing", "mismatched", "unexpected"):
+        names = sorted(map(str, found[f"{kind}_keys"]))
+        if names:
+            # Hugging Face would go on with random values where weights are missing.
+            raise ModelError(
+                f"model.path: the weights of {path!r} do not fit their config: "
+                f"{len(names)} {kind}, such as {names[0]}"
+            )
+    return model
 
 
 def _device(name: str) -> torch.device:
@@ -253,12 +265,15 @@ def install_attention(policy: Policy) -> None:
                 f"model.path: {type(model).__name__} does not run through the attention interface: "
                 f"{_first_line(error)}"
             ) from None
+    if not stock.isfinite().all():
+        raise ModelError(
+            f"model.path: the weights of {policy.source!r} give NaN or infinite logits"
+        )
     gap = (stock.float() - ours.float()).abs().max().item()
     if not gap <= PROBE_GAP[policy.dtype]:
         raise ModelError(
             f"model.path: {type(model).__name__} gives other logits with fledge's attention than "
-            "on its own "
-            f"(largest difference {gap:.2g}); it uses something that is not supported"
+            f"on its own (by up to {gap:.2g}); it uses something that is not supported"
         )
 
 

@@ -33,7 +33,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     try:
         wrapped = get_peft_model(model, peft_config)
     except ValueError as error:
-        raise ConfigError(f"model.lora: {error}") from None
+        raise ConfigError(f"model.lora.targets: PEFT refuses them: {str(error)[:120]}") from None
     assert isinstance(wrapped, PeftModel)
     return wrapped
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from types import FrameType, TracebackType
@@ -47,7 +48,9 @@ class Books:
         config = resolved.config
         self.resolved = resolved
         self.stopping = False
+        self._began = time.monotonic()
         self.saved_step = 0
+        self.seconds_before = 0.0
         self.clock = Clock()
         self.run_dir = RunDir.open(config.run_dir)
         try:
@@ -99,6 +102,11 @@ class Books:
         """Say it loudly now, and keep it in `events.jsonl`."""
         self.run_dir.event("warning", message)
 
+    def note(self, message: str) -> None:
+        """Say it, and keep it in `events.jsonl`."""
+        self.run_dir.event("note", message)
+        self.console.note(message)
+
     def begin(self, restore: Callable[[Any], None]) -> int:
         """Resume from the newest checkpoint, or start: the step to go on from. `restore` gets the
         checkpoint.
@@ -114,6 +122,7 @@ class Books:
             self._warn_about_steps(saved.state["steps"])
             restore(saved)
             self.saved_step = saved.step
+            self.seconds_before = saved.state["seconds"]
         self.run_dir.begin_attempt(None if saved is None else saved.step)
         self.run_dir.write_config(self.resolved.to_yaml())
         config = self.resolved.config
@@ -162,7 +171,13 @@ class Books:
         """A checkpoint of `step`; what was recorded up to it is made durable first."""
         with self.clock.span("save"):
             self.run_dir.sync()
-            whole = {**state, "identity": self._identity, "steps": self.resolved.config.steps}
+            seconds = self.seconds_before + time.monotonic() - self._began
+            whole = {
+                **state,
+                "identity": self._identity,
+                "steps": self.resolved.config.steps,
+                "seconds": seconds,
+            }
             self.checkpoints.save(step, trainer.save, whole, score)
             self.saved_step = step
 

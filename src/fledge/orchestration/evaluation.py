@@ -51,6 +51,8 @@ class Evaluation:
         return {
             "average": self.average,
             "passed": self.passed,
+            "tasks": self.tasks,
+            "failed": self.failed,
             "answers": [list(answer) for answer in self.answers],
         }
 

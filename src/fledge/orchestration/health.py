@@ -4,12 +4,18 @@ It warns; it never repairs.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from fledge.types import Group
 
 PATIENCE = 5
 """Steps in a row before something is called a pattern."""
+
+MANY_DROPPED = 0.1
+"""Share of a step's episodes above which dropping them is called out again."""
 
 MISMATCH_ALARM = {"fp32": 1e-3, "bf16": 0.5, "fp16": 0.2}
 """Largest engine/trainer log-prob difference per token that rounding can explain."""
@@ -25,8 +31,10 @@ _TERMS = {
 class Health:
     """Counts of what looked wrong, each warned about once."""
 
-    def __init__(self, warn: Callable[[str], None], dtype: str) -> None:
+    def __init__(self, warn: Callable[[str], None], dtype: str, vocabulary: int) -> None:
         self._warn = warn
+        self._uniform = math.log(vocabulary)
+        self._first_entropy: float | None = None
         self._limit = MISMATCH_ALARM[dtype]
         self._zero_for: Counter[str] = Counter()
         self.warnings: dict[str, int] = {}
@@ -42,25 +50,48 @@ class Health:
                 if self._zero_for[name] >= PATIENCE:
                     self._say(f"{text} for {PATIENCE} steps in a row", step)
         if metrics.get("optim/grad_norm") == 0:
-            self._say("the gradient is exactly 0: this step changed nothing", step)
+            self._say("the gradient is exactly 0: this step taught nothing", step)
+        entropy = metrics.get("policy/entropy")
+        if entropy is not None:
+            self._first_entropy = entropy if self._first_entropy is None else self._first_entropy
+            if entropy > 0.9 * self._uniform > 1.2 * self._first_entropy:
+                self._say(
+                    "the policy has become almost uniform, which is what divergence looks like; "
+                    "lower optim.lr",
+                    step,
+                )
         if metrics.get("response/truncated_frac", 0) > 0.5:
             self._say("more than half of the replies hit rollout.max_new_tokens", step)
         gap = metrics.get("mismatch/abs_logp_max", 0.0)
         self.worst_mismatch = max(self.worst_mismatch, gap)
         if gap > self._limit:
-            self._say(f"engine and trainer log-probs differ by up to {gap:.2g}", step)
+            self._say("engine and trainer log-probs differ", step, f"by up to {gap:.2g}")
 
-    def _say(self, text: str, step: int) -> None:
-        key = text.split(" differ by")[0]
-        if key not in self.warnings:
-            self._warn(f"step {step}: {text}")
-        self.warnings[key] = self.warnings.get(key, 0) + 1
+    def dropped_episodes(self, step: int, groups: Sequence[Group]) -> None:
+        """Failed episodes leave a biased rest: say so at the first one, and when it is many."""
+        failed = [episode for group in groups for episode in group.discarded]
+        played = len(failed) + sum(len(group.episodes) for group in groups)
+        self.dropped.update(episode.outcome.value for episode in failed)
+        if failed:
+            first = failed[0]
+            example = f"such as {first.outcome.value}: {first.error}"
+            self._say("episodes could not be scored and were dropped", step, example)
+            if len(failed) > MANY_DROPPED * played:
+                share = f"{len(failed)} of {played}"
+                self._say("more than a tenth of a step's episodes were dropped", step, share)
+
+    def _say(self, text: str, step: int, detail: str = "") -> None:
+        if text not in self.warnings:
+            self._warn(f"step {step}: {text}{f' ({detail})' if detail else ''}")
+        self.warnings[text] = self.warnings.get(text, 0) + 1
 
     def state(self) -> dict[str, Any]:
-        return {"zero_for": dict(self._zero_for), **self.report()}
+        own = {"zero_for": dict(self._zero_for), "first_entropy": self._first_entropy}
+        return {**own, **self.report()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._zero_for = Counter(state["zero_for"])
+        self._first_entropy = state["first_entropy"]
         self.warnings = dict(state["warnings"])
         self.worst_mismatch = state["worst_mismatch"]
         self.publishes = state["publishes_proven"]

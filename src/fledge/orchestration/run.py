@@ -12,7 +12,7 @@ from fledge.config import Resolved, TrainConfig
 from fledge.data.render import make_renderer
 from fledge.data.stream import TaskStream
 from fledge.envs import make_factory
-from fledge.errors import TrainingError
+from fledge.errors import PluginError, TrainingError
 from fledge.inference import NativeEngine
 from fledge.metrics import rollout_metrics
 from fledge.models.load import Policy
@@ -20,7 +20,7 @@ from fledge.orchestration.books import Books
 from fledge.orchestration.evaluation import Evaluator
 from fledge.orchestration.experience import Experience
 from fledge.orchestration.health import Health
-from fledge.orchestration.setup import identity, inert_settings, make_tasks
+from fledge.orchestration.setup import code_digests, identity, inert_settings, make_tasks
 from fledge.plugins import bind
 from fledge.rollout import EpisodeGenerator
 from fledge.trainer import LocalTrainer, learning_rate
@@ -56,8 +56,9 @@ class Run:
         )
         self.stream = TaskStream(self.tasks.train, config.seed, config.data.shuffle)
         title = f"{config.run_dir}: {config.algorithm.name} on {config.env.label}"
-        self.books = Books(resolved, identity(policy, self.tasks.fingerprint()), title)
-        self.health = Health(self.books.warn, config.model.dtype)
+        known = {**identity(policy, self.tasks.fingerprint()), **code_digests(config)}
+        self.books = Books(resolved, known, title)
+        self.health = Health(self.books.warn, config.model.dtype, policy.vocabulary)
         self._inert = inert_settings(resolved)
         self.generator = EpisodeGenerator(
             self.engine,
@@ -84,11 +85,9 @@ class Run:
         for text in self._inert:
             self.books.warn(text)
         tasks = self.tasks
-        self.books.run_dir.event(
-            "data",
-            f"{len(tasks.train)} training tasks, {len(tasks.eval)} held out, {tasks.duplicates} "
-            "duplicates merged, "
-            f"{tasks.too_long} filtered by length",
+        self.books.note(
+            f"{len(tasks.train)} training tasks, {len(tasks.eval)} held out, "
+            f"{tasks.duplicates} duplicates merged, {tasks.too_long} filtered by length"
         )
         with self.phase("publish"):
             await self.publish(step)
@@ -121,7 +120,7 @@ class Run:
         for group in groups:
             for episode in (*group.episodes, *group.discarded):
                 self.books.run_dir.episode(step, group.epoch, episode)
-            self.health.dropped.update(group.dropped)
+        self.health.dropped_episodes(step, groups)
         usable = [g for g in groups if g.episodes]
         if not usable:
             first = groups[0].discarded[0]
@@ -147,8 +146,7 @@ class Run:
     async def record(self, step: int, groups: Sequence[Group], trained: dict[str, float]) -> None:
         """Metrics, evaluation and checkpoint of a finished step."""
         metrics = {**rollout_metrics(groups, step - 1), **trained}
-        for measure in self._measures:
-            metrics |= {f"user/{name}": value for name, value in measure(groups).items()}
+        metrics |= self._user_metrics(groups)
         metrics["perf/tokens"] = float(sum(e.response_length for g in groups for e in g.episodes))
         self.health.look(step, metrics)
         score = None
@@ -156,8 +154,20 @@ class Run:
             metrics |= await self._evaluate(step)
             score = self.evaluations[str(step)]["average"]
         self.books.record(step, metrics)
-        if self.books.due(step, self.config.checkpoint.every):
+        if self.books.due(step, self.config.checkpoint.every) or self._is_best(score):
             self.save(step, score)
+
+    def _is_best(self, score: float | None) -> bool:
+        if score is None or not self.config.checkpoint.keep_best:
+            return False
+        return bool(score >= max(found["average"] for found in self.evaluations.values()))
+
+    def _user_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        try:
+            found = [measure(groups) for measure in self._measures]
+            return {f"user/{k}": float(v) for numbers in found for k, v in numbers.items()}
+        except Exception as error:
+            raise PluginError(f"metrics: {type(error).__name__}: {error}") from error
 
     def save(self, step: int, score: float | None = None) -> None:
         self.books.save(step, self.policy, self._state(step), score)
@@ -174,5 +184,10 @@ class Run:
     async def _evaluate(self, step: int) -> dict[str, float]:
         with self.phase("evaluate"):
             found = await self._evaluator()
+        if found.failed:
+            self.books.warn(
+                f"step {step}: {found.failed} evaluation episodes could not be scored; the score "
+                f"is that of {found.tasks} of {len(self.tasks.eval)} tasks"
+            )
         self.evaluations[str(step)] = found.record()
         return found.metrics(self.config.env.label)

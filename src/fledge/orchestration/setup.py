@@ -5,19 +5,23 @@ refused here, before any work.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fledge.config import Resolved, TrainConfig
-from fledge.config.schema import CommonConfig, DataConfig, ModelConfig
+from fledge.config.schema import CommonConfig, DataConfig, ModelConfig, spelled
 from fledge.data.render import make_renderer
 from fledge.data.tasks import filter_by_length, fingerprint, load_rows, split_off, to_tasks
 from fledge.envs import EnvironmentFactory
-from fledge.errors import DataError, FledgeError
+from fledge.errors import ConfigError, DataError, FledgeError
 from fledge.interfaces import Renderer
 from fledge.models.fingerprint import digest, module_tensors, tensor_hash
 from fledge.models.load import Policy, load_policy
@@ -59,6 +63,7 @@ def make_tasks(config: TrainConfig, environment: EnvironmentFactory, policy: Pol
     rows = load_rows(config.data.train, "data.train")
     named = to_tasks(rows, "data.train")
     train, held_out = _hold_out(config.data, named, config.seed)
+    _refuse_leaks(train, held_out)
     renderer = make_renderer(policy.tokenizer)
     lengths = prompt_lengths([*train, *held_out], environment, renderer, config.rollout.timeout)
     limit = config.data.max_prompt_tokens
@@ -80,6 +85,11 @@ def make_tasks(config: TrainConfig, environment: EnvironmentFactory, policy: Pol
 def _refuse_overlong(lengths: Mapping[str, int], context: int, new_tokens: int) -> None:
     key = max(lengths, key=lambda k: lengths[k])
     room = context - new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"rollout.max_new_tokens: {new_tokens} leaves no room for a prompt in the model's "
+            f"context of {context}; lower it, or raise model.overrides.max_position_embeddings"
+        )
     if lengths[key] > room:
         raise DataError(
             f"data.max_prompt_tokens: the prompt of task {key!r} has {lengths[key]} tokens, but "
@@ -100,14 +110,23 @@ def _hold_out(data: DataConfig, train: list[Task], seed: int) -> tuple[list[Task
                 "tasks"
             )
         held_out = held_out[: data.eval_size]
-    shared = {t.key for t in train} & {t.key for t in held_out}
+    return train, held_out
+
+
+def _refuse_leaks(train: Sequence[Task], held_out: Sequence[Task]) -> None:
+    """Tasks are compared by what they say, whatever their ids."""
+    trained = {_content(task) for task in train}
+    shared = [task.key for task in held_out if _content(task) in trained]
     if shared:
         raise DataError(
-            f"data.eval: {len(shared)} of its tasks are also in data.train (such as "
-            f"{min(shared)!r}); "
-            "an evaluation on trained tasks says nothing"
+            f"data.eval: {len(shared)} held-out tasks are also in data.train (such as "
+            f"{shared[0]!r}); an evaluation on trained tasks says nothing, so remove duplicates"
         )
-    return train, held_out
+
+
+def _content(task: Task) -> str:
+    said = {name: value for name, value in task.data.items() if name not in ("id", "key")}
+    return json.dumps(said, sort_keys=True, default=str)
 
 
 def prompt_lengths(
@@ -171,10 +190,40 @@ def inert_settings(resolved: Resolved[TrainConfig]) -> list[str]:
             )
     if resolved.was_set("tracking.project") and not config.tracking.to:
         found.append("tracking.project has no effect: tracking.to is empty")
+    if config.optim.lr == 0:
+        found.append("optim.lr=0: nothing will be learned")
+    if config.model.dtype != "fp32" and not _on_gpu(config.model.device):
+        found.append(
+            f"model.dtype={config.model.dtype} saves memory but is slow on a CPU; "
+            "fp32 is faster there"
+        )
     if config.optim.warmup_steps >= config.steps:
         found.append(
             f"optim.lr={config.optim.lr:g} is never reached: "
             f"optim.warmup_steps={config.optim.warmup_steps} "
             f"is not less than steps={config.steps}"
         )
+    return found
+
+
+def _on_gpu(device: str) -> bool:
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def code_digests(config: TrainConfig) -> dict[str, str]:
+    """Hashes of the files that the recipe's own plug-ins live in, so that an edit is noticed."""
+    named: dict[str, Any] = {
+        "env": config.env.name,
+        "algorithm.advantage": config.algorithm.advantage.name,
+        "algorithm.loss": config.algorithm.loss.name,
+        **{f"env.{k}": v for k, v in config.env.arguments.items()},
+        **{f"metrics[{i}]": m.name for i, m in enumerate(config.metrics)},
+    }
+    found = {}
+    for key, spec in named.items():
+        name = spelled(spec)
+        module = name.partition(":")[0] if isinstance(name, str) and ":" in name else ""
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if file and not module.startswith("fledge."):
+            found[f"software.code of {key}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return found

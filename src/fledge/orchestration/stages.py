@@ -62,19 +62,26 @@ async def _run_and_close(run: Run) -> int:
         await run.engine.close()
 
 
-def sft(resolved: Resolved[SftConfig]) -> dict[str, Any]:
-    """Run or resume `fledge sft`; returns the report."""
+def sft(resolved: Resolved[SftConfig], run_dir: str | None = None) -> dict[str, Any]:
+    """Run or resume `fledge sft`; returns the report. `run_dir` is that of the whole run, where
+    this is its warm start.
+    """
     began = time.monotonic()
     run = SftRun(resolved, make_policy(resolved.config))
     with run.books as books:
         step = asyncio.run(run.train())
         if step != books.saved_step:
             run.save(step)
-        return _finish(books, run.trainer.policy, step, {}, began)
+        return _finish(books, run.trainer.policy, step, {}, began, run_dir)
 
 
 def _finish(
-    books: Books, policy: Policy, step: int, report: dict[str, Any], began: float
+    books: Books,
+    policy: Policy,
+    step: int,
+    report: dict[str, Any],
+    began: float,
+    run_dir: str | None = None,
 ) -> dict[str, Any]:
     """Export what is finished, write the report, or say how to continue."""
     config, folder = books.resolved.config, books.run_dir.path
@@ -88,10 +95,11 @@ def _finish(
                 f"failed: {why(error)}; free space and give the same command again"
             ) from error
         report["model"] = str(folder / EXPORT)
-    report["seconds"] = time.monotonic() - began
+    report["seconds"] = books.seconds_before + time.monotonic() - began
     books.run_dir.write_report(report)
     if not report["finished"]:
-        books.said_goodbye(step, f"give the same command again (run_dir={config.run_dir})")
+        again = run_dir or config.run_dir
+        books.said_goodbye(step, f"give the same command again (run_dir={again})")
     return report
 
 
@@ -103,13 +111,28 @@ def _warm_start(resolved: Resolved[TrainConfig]) -> dict[str, Any] | None:
     folder = Path(config.run_dir) / "warm_start"
     scored = folder / "before.json"
     if read_latest(config.run_dir) is None:
-        if not scored.exists():
+        how = {key: v for key, v in resolved.values().items() if key.split(".")[0] in _SCORED_BY}
+        if not scored.exists() or json.loads(scored.read_text())["how"] != how:
+            if config.console != "quiet":
+                print("scoring the model before any training", flush=True)
             found = _score(config, make_policy(config, _without_adapter(config.model)))
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(scored, json.dumps(None if found is None else found.record()))
-        if not sft(_sft_config(config, folder))["finished"]:
+            record = {"how": how, "evaluation": None if found is None else found.record()}
+            _make_folder(folder)
+            write_atomic(scored, json.dumps(record))
+        if not sft(_sft_config(config, folder), config.run_dir)["finished"]:
             return None
-    return {"evaluation": json.loads(scored.read_text())}
+    return {"evaluation": json.loads(scored.read_text())["evaluation"]}
+
+
+_SCORED_BY = ("seed", "model", "env", "data", "eval", "rollout")
+"""Sections that the score of the untrained model depends on."""
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run_dir: cannot create {folder}: {why(error)}; name another") from None
 
 
 def _sft_config(config: TrainConfig, folder: Path) -> Resolved[SftConfig]:
@@ -165,7 +188,12 @@ def run_config(run_dir: str | Path, overrides: Sequence[str] = ()) -> Resolved[A
     path = Path(run_dir) / "config.yaml"
     if not path.exists():
         raise ConfigError(f"run {run_dir}: no config.yaml there; name the run_dir of a run")
-    values = yaml.safe_load(path.read_text())
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError, OSError):
+        values = None
+    if not isinstance(values, dict):
+        raise ConfigError(f"run {run_dir}: its config.yaml is damaged")
     schema: type[CommonConfig] = TrainConfig if "env" in values else SftConfig
     return load_config(schema, {**values, "run_dir": str(run_dir)}, overrides, environ={})
 

@@ -77,10 +77,9 @@ class SftRun:
         """Train until the last step or until somebody asks to stop; returns the step reached."""
         config, trainer, algo = self.config, self.trainer, supervised()
         step = self.books.begin(self._restore)
-        self.books.run_dir.event(
-            "data",
-            f"{len(self.demos)} demonstrations, {len(self.held_out)} held out, {self.filtered} "
-            "filtered by length",
+        self.books.note(
+            f"{len(self.demos)} demonstrations, {len(self.held_out)} held out, "
+            f"{self.filtered} filtered by length"
         )
         while step < config.steps and not self.books.stopping:
             demos = [self.samples[self.stream.next()[1].key] for _ in range(config.data.batch_size)]

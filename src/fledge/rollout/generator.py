@@ -9,13 +9,13 @@ outcome. Only a reward that is not a number stops the run.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from fledge.errors import FledgeError, PluginError, RewardError
+from fledge.envs import reward_of
+from fledge.errors import FledgeError, PluginError
 from fledge.interfaces import Environment, InferenceEngine, Renderer
 from fledge.types import Completion, Episode, Group, Message, Outcome, Sampling, Segment, Step, Task
 
@@ -117,17 +117,11 @@ def check_step(step: Step, env: Environment, task: Task) -> Step:
     name = type(env).__name__
     if not isinstance(step, Step):
         raise PluginError(f"env: {name}.step returned {type(step).__name__}, it must return a Step")
-    reward = step.reward
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise RewardError(
-            f"env: {name} gave the reward {reward!r} for task {task.key!r}; it must be a finite "
-            "number"
-        )
     if not (step.terminated or step.truncated):
         raise PluginError(
             f"env: {name} asks for a second turn; this generator plays one turn per episode"
         )
-    return step
+    return replace(step, reward=reward_of(step.reward, f"env: {name}, task {task.key!r},"))
 
 
 def _finished(
@@ -151,7 +145,7 @@ def _finished(
         task_key=task.key,
         index=index,
         segments=(segment,),
-        rewards=(float(step.reward),),
+        rewards=(step.reward,),
         outcome=Outcome.TRUNCATED if cut else Outcome.OK,
         messages=tuple(messages),
         info=step.info,

@@ -138,7 +138,7 @@ class LocalTrainer:
         logp = x.logp.detach()
         everything: Stats = {"policy/entropy": x.entropy.detach(), **stats}
         if "old_logp" in micro.columns:
-            everything["policy/kl_old"] = k3(logp, x.old_logp)
+            everything["policy/kl_old"] = k3(x.old_logp, logp)  # the tokens are samples of old
         if micro.first and "engine_logp" in micro.columns:
             gap = logp - x.engine_logp
             ratio = gap.clamp(-20, 20).exp()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fledge.algorithms import make_algorithm
 from fledge.algorithms.advantages import Reinforce, grpo
 from fledge.config.schema import AlgorithmConfig
-from fledge.errors import PluginError, TrainingError
+from fledge.errors import PluginError
 from fledge.types import Episode, Group, Outcome, Task
 
 
@@ -94,13 +94,13 @@ def not_finite(episodes):
 
 def test_an_estimator_with_the_wrong_count_is_refused_with_the_task():
     config = AlgorithmConfig(advantage=f"{__name__}:too_few")
-    with pytest.raises(TrainingError, match=r"1 advantages for the 2 episodes of task 'sum'"):
+    with pytest.raises(PluginError, match=r"1 advantages for the 2 episodes of task 'sum'"):
         make_algorithm(config).judge([group(1, 0, key="sum")])
 
 
 def test_an_estimator_that_is_not_finite_is_refused_with_the_task():
     config = AlgorithmConfig(advantage=f"{__name__}:not_finite")
-    with pytest.raises(TrainingError, match=r"not finite for task 'sum'"):
+    with pytest.raises(PluginError, match=r"not finite for task 'sum'"):
         make_algorithm(config).judge([group(1, 0, key="sum")])
 
 

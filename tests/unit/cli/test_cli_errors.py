@@ -32,7 +32,7 @@ def expect_error(result: tuple[int, str, str], *parts: str) -> None:
         ("rollout.group_sise=4", ["rollout.group_sise", "did you mean 'rollout.group_size'"]),
         ("data.train=nowhere.jsonl", ["data.train", "does not exist"]),
         ("rollout.group_size=1", ["rollout.group_size"]),
-        ("model.path=./nowhere", ["model.path", "does not exist"]),
+        ("model.path=./nowhere", ["model.path", "no folder here"]),
         ("env=nothing_like_it", ["env", "not built in"]),
         ("env.function=no_such_module:f", ["env.function", "no_such_module"]),
         ("rollout.max_new_tokens=512", ["rollout.max_new_tokens", "context"]),

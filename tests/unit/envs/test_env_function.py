@@ -1,11 +1,15 @@
 import asyncio
 import functools
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
 from fledge.config import Plugin
 from fledge.envs import make_factory
+from fledge.envs.threads import in_thread
 from fledge.errors import DataError, PluginError, RewardError
 from fledge.types import Task, assistant, user
 
@@ -107,10 +111,46 @@ def test_everything_about_the_function_is_checked_before_any_task():
 
 @pytest.mark.parametrize("name", ["nothing", "not_a_number"])
 def test_what_is_no_reward_is_refused(name):
-    with pytest.raises(RewardError, match=rf"env\.function: {name} returned .*'t'"):
+    with pytest.raises(RewardError, match=rf"env\.function: {name}, task 't', gave the reward"):
         play(factory(name)(Task("t", {"prompt": "x"})))
 
 
 def test_a_failing_function_is_not_a_reward_of_zero():
     with pytest.raises(OSError, match="sandbox is gone"):
         play(factory("broken")(Task("t", {"prompt": "x"})))
+
+
+def test_a_function_that_never_returns_does_not_outlive_its_timeout():
+    """In a process of its own: what must not happen is that the process cannot end."""
+    code = (
+        "import asyncio, time\n"
+        "from fledge.envs.threads import in_thread\n"
+        "async def main():\n"
+        "    try:\n"
+        "        await asyncio.wait_for(in_thread(time.sleep, 1e6), 0.1)\n"
+        "    except TimeoutError:\n"
+        "        print('given up')\n"
+        "asyncio.run(main())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout == "given up\n" and done.stderr == ""
+
+
+def test_slow_functions_do_not_queue():
+    async def many():
+        began = time.monotonic()
+        await asyncio.gather(*(in_thread(time.sleep, 0.2) for _ in range(64)))
+        return time.monotonic() - began
+
+    assert asyncio.run(many()) < 2.0
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, StopIteration, ValueError])
+def test_whatever_a_function_raises_arrives_as_an_ordinary_error(kind):
+    def fail():
+        raise kind("stop")
+
+    with pytest.raises((RuntimeError, ValueError), match="stop"):
+        asyncio.run(in_thread(fail))

@@ -64,7 +64,7 @@ def test_a_model_that_comes_with_dynamic_rope_is_refused_without_overrides(tmp_p
 
 
 def test_a_missing_folder_is_refused_by_name():
-    with pytest.raises(ModelError, match=r"model\.path: folder './nowhere' does not exist"):
+    with pytest.raises(ModelError, match=r"model\.path: './nowhere' is no folder here"):
         load("./nowhere")
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from fledge.orchestration.health import PATIENCE, Health
+from fledge.types import Episode, Group, Outcome, Task
 
 
 def watch(steps: list[dict[str, float]], dtype: str = "fp32") -> tuple[Health, list[str]]:
     said: list[str] = []
-    health = Health(said.append, dtype)
+    health = Health(said.append, dtype, 512)
     for step, metrics in enumerate(steps, 1):
         health.look(step, metrics)
     return health, said
@@ -61,12 +62,41 @@ def test_a_resumed_run_remembers_how_long_a_term_has_been_zero():
     health, said = watch([{"term/kl": 0.0}] * (PATIENCE - 1))
     assert said == []
     later: list[str] = []
-    resumed = Health(later.append, "fp32")
+    resumed = Health(later.append, "fp32", 512)
     resumed.restore(health.state())
     resumed.look(PATIENCE, {"term/kl": 0.0})
     assert len(later) == 1
-    again = Health(later.append, "fp32")
+    again = Health(later.append, "fp32", 512)
     again.restore(resumed.state())
     again.look(PATIENCE + 1, {"term/kl": 0.0})
     assert len(later) == 1, "what was said before the resume is not said again"
     assert again.report()["warnings"] == {next(iter(resumed.warnings)): 2}
+
+
+def group(*outcomes: Outcome) -> Group:
+    played = [Episode("t", i, (), (0.0,), o, (), error="boom") for i, o in enumerate(outcomes)]
+    return Group(
+        Task("t", {}),
+        0,
+        episodes=tuple(e for e in played if e.outcome.usable),
+        discarded=tuple(e for e in played if not e.outcome.usable),
+    )
+
+
+def test_the_first_dropped_episode_is_told_with_its_reason_and_many_are_told_again():
+    said: list[str] = []
+    health = Health(said.append, "fp32", 512)
+    health.dropped_episodes(1, [group(*[Outcome.OK] * 20)])
+    assert said == []
+    health.dropped_episodes(2, [group(Outcome.GRADER_ERROR, *[Outcome.OK] * 19)])
+    assert len(said) == 1 and "grader_error: boom" in said[0]
+    health.dropped_episodes(3, [group(Outcome.TIME_LIMIT, Outcome.OK, Outcome.OK)])
+    assert len(said) == 2 and "1 of 3" in said[1]
+    assert health.report()["dropped_episodes"] == {"grader_error": 1, "time_limit": 1}
+
+
+def test_a_policy_that_falls_apart_is_told_and_one_that_starts_uniform_is_not():
+    uniform = 6.2
+    _, said = watch([{"policy/entropy": 1.0}, {"policy/entropy": uniform}])
+    assert any("optim.lr" in text for text in said)
+    assert watch([{"policy/entropy": uniform}, {"policy/entropy": uniform}])[1] == []

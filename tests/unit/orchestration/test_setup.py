@@ -4,10 +4,11 @@ import pytest
 
 from fledge.config import TrainConfig, load_config
 from fledge.config.schema import ModelConfig
-from fledge.envs import make_factory
-from fledge.errors import DataError
+from fledge.envs import Environment, make_factory
+from fledge.errors import ConfigError, DataError
 from fledge.models.load import load_policy
-from fledge.orchestration.setup import inert_settings, make_tasks
+from fledge.orchestration.setup import code_digests, inert_settings, make_tasks
+from fledge.types import Step
 
 
 @pytest.fixture(scope="module")
@@ -91,5 +92,55 @@ def test_an_evaluation_on_trained_tasks_is_refused(policy):
     config = resolve().config
     shared = config.data.model_copy(update={"eval": config.data.train})
     config = config.model_copy(update={"data": shared})
-    with pytest.raises(DataError, match=r"data\.eval: 12 of its tasks are also in data\.train"):
+    with pytest.raises(DataError, match=r"data\.eval: 12 held-out tasks are also in data\.train"):
         make_tasks(config, make_factory(config.env), policy)
+
+
+def test_a_leak_is_found_whatever_the_ids(policy):
+    def twins():
+        return [{"id": str(i), "prompt": "same"} for i in range(10)]
+
+    config = load_config(
+        TrainConfig,
+        {
+            "env": {"name": "reward", "function": score},
+            "data": {"train": {"name": twins}, "eval_size": 4},
+        },
+        environ={},
+    ).config
+    with pytest.raises(DataError, match=r"held-out tasks are also in data\.train"):
+        make_tasks(config, make_factory(config.env), policy)
+
+
+def test_replies_that_fill_the_context_are_refused(policy):
+    with pytest.raises(ConfigError, match=r"rollout\.max_new_tokens: 600 leaves no room"):
+        tasks_of(policy, "rollout.max_new_tokens=600")
+
+
+def test_a_reset_that_fails_is_refused_by_name(policy):
+    class Broken(Environment):
+        async def reset(self):
+            raise KeyError("prompt")
+
+        async def step(self, reply):
+            return Step(terminated=True)
+
+    config = resolve().config
+    with pytest.raises(DataError, match=r"env: Broken\.reset failed"):
+        make_tasks(config, Broken, policy)
+
+
+def test_an_edited_plug_in_changes_its_digest(tmp_path, monkeypatch):
+    source = tmp_path / "edited_xyz.py"
+    source.write_text("def score(prompt, response, meta):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    recipe = {
+        "env": {"name": "reward", "function": "edited_xyz:score"},
+        "data": {"train": {"name": prompts}},
+    }
+    config = load_config(TrainConfig, recipe, environ={}).config
+    make_factory(config.env)
+    first = code_digests(config)
+    assert list(first) == ["software.code of env.function"]
+    source.write_text("def score(prompt, response, meta):\n    return 0.5\n")
+    assert code_digests(config) != first

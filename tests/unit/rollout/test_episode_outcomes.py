@@ -225,10 +225,10 @@ def test_a_failure_to_close_changes_nothing():
 # ---- rewards that are none
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "x", True, [1.0]])
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "x", 10**400, [1.0]])
 def test_a_reward_that_is_no_finite_number_stops_the_run_and_names_the_environment(reward):
     env = environment(answer=Step(reward=reward, terminated=True))
-    with pytest.raises(RewardError, match=r"MyEnv gave the reward .* for task 'my-task'"):
+    with pytest.raises(RewardError, match=r"MyEnv, task 'my-task', gave the reward"):
         play(env)
     assert env.closed == env.made == 1
 
