@@ -145,8 +145,8 @@ def check_identity(
 
     Both are flat: fixed configuration values, and identities such as `data.fingerprint`. A
     difference is an error, and so is a key on one side only. Keys under `software.` only warn:
-    another version of a library continues the run, if not bit for bit. A fingerprint of None could
-    not be taken, and warns, too.
+    another version of a library continues the run, if not bit for bit. So do keys under `code.`,
+    the files of plug-ins. A fingerprint of None could not be taken, and warns, too.
     """
     current: dict[str, Any] = json.loads(json.dumps(dict(now)))  # tuples compare as saved
     changes: list[str] = []
@@ -155,7 +155,10 @@ def check_identity(
         if old == new and (key in saved) == (key in current):
             continue
         change = f"{key}: {_shown(saved, key)} -> {_shown(current, key)}"
-        if key.startswith("software."):
+        if key.startswith("code."):
+            plug_in = key.removeprefix("code.")
+            warn(f"{plug_in}: the file of this plug-in has changed since the checkpoint was made")
+        elif key.startswith("software."):
             warn(f"{change}: the resumed run may differ from an uninterrupted one in the last bits")
         elif key.endswith(".fingerprint") and (old is None or new is None):
             warn(f"{change}: cannot tell whether it is what the checkpoint was made with")

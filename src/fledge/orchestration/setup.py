@@ -225,5 +225,5 @@ def code_digests(config: TrainConfig) -> dict[str, str]:
         module = name.partition(":")[0] if isinstance(name, str) and ":" in name else ""
         file = getattr(sys.modules.get(module), "__file__", None)
         if file and not module.startswith("fledge."):
-            found[f"software.code of {key}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+            found[f"code.{key}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
     return found

@@ -339,3 +339,11 @@ def test_identity_warns_where_it_cannot_tell() -> None:
         saved, {**saved, "software.torch": "2.12", "data.fingerprint": "a"}, warned.append
     )
     assert len(warned) == 2 and "cannot tell" in warned[0] and "last bits" in warned[1]
+
+
+def test_edited_code_warns_and_does_not_refuse() -> None:
+    said: list[str] = []
+    check_identity({"code.env.function": "a"}, {"code.env.function": "b"}, said.append)
+    assert said == [
+        "env.function: the file of this plug-in has changed since the checkpoint was made"
+    ]

@@ -141,6 +141,6 @@ def test_an_edited_plug_in_changes_its_digest(tmp_path, monkeypatch):
     config = load_config(TrainConfig, recipe, environ={}).config
     make_factory(config.env)
     first = code_digests(config)
-    assert list(first) == ["software.code of env.function"]
+    assert list(first) == ["code.env.function"]
     source.write_text("def score(prompt, response, meta):\n    return 0.5\n")
     assert code_digests(config) != first
