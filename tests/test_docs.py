@@ -106,3 +106,12 @@ def test_documents_name_only_keys_that_exist():
         for word in re.findall(r"`([a-z_]+\.[a-z_.]+)(?:[=:][^`]*)?`", page.read_text()):
             if word.split(".")[0] in sections:
                 assert word in known | sections, f"{page.name} speaks of {word}"
+
+
+def test_the_page_of_settings_is_made_from_the_schema(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import settings
+
+    assert settings.PAGE.read_text() == settings.page(), "run python scripts/settings.py"
+    unexplained = [line for line in settings.page().splitlines() if line.endswith("|  |")]
+    assert not unexplained

@@ -92,7 +92,7 @@ class ModelConfig(Section):
     dtype: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="of the weights; optimiser state is always fp32"
     )
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cuda where there is one")
     lora: LoraConfig | None = Field(None, description="train adapters instead of all weights")
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass to save memory"
@@ -147,7 +147,7 @@ class RolloutConfig(Section):
 class AlgorithmConfig(Section):
     """A preset name fills the rest; each part can be replaced on its own."""
 
-    name: Literal["grpo", "reinforce"] = "grpo"
+    name: Literal["grpo", "reinforce"] = Field("grpo", description="the preset")
     advantage: Plugin = Field(
         Plugin(name="grpo"),
         description="rewards of a group (or batch) to one advantage per episode",
@@ -155,7 +155,7 @@ class AlgorithmConfig(Section):
     loss: Plugin = Field(Plugin(name="clipped"), description="per-token policy loss")
     reduction: Literal[
         "token_mean", "sequence_mean", "sequence_mean_token_sum_norm", "prompt_mean"
-    ] = "token_mean"
+    ] = Field("token_mean", description="how the losses of tokens become one number")
     kl_coef: float = Field(
         0.0, ge=0, description="weight of the k3 estimate of KL(policy || reference) in the loss"
     )
@@ -169,12 +169,16 @@ class AlgorithmConfig(Section):
 
 
 class OptimConfig(Section):
-    lr: float = Field(1e-3, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
+    lr: float = Field(
+        1e-5, ge=0, description="learning rate of AdamW; fits full fine-tuning, adapters want more"
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="of the learning rate after the warm-up; falls to 0 at the end"
+    )
+    warmup_steps: int = Field(0, ge=0, description="steps in which the learning rate rises")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled, as in AdamW")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the mean of gradients")
+    beta2: float = Field(0.999, ge=0, lt=1, description="decay of the mean of their squares")
     clip_norm: float = Field(1.0, gt=0, description="largest norm of the whole gradient")
     micro_tokens: int = Field(
         16384, ge=1, description="tokens per forward/backward pass; changes memory, not results"
@@ -193,9 +197,9 @@ class EvalConfig(Section):
     )
     samples: int = Field(1, ge=1, description="replies per task: avg@k, and pass@k when k > 1")
     temperature: float = Field(0.0, ge=0, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    min_p: float = Field(0.0, ge=0, lt=1)
+    top_p: float = Field(1.0, gt=0, le=1, description="smallest set of tokens with this mass")
+    top_k: int = Field(0, ge=0, description="only the k likeliest tokens; 0 is off")
+    min_p: float = Field(0.0, ge=0, lt=1, description="least share of the likeliest token's mass")
 
     @model_validator(mode="after")
     def _sampled(self) -> EvalConfig:
@@ -213,7 +217,7 @@ class EvalConfig(Section):
 
 class CheckpointConfig(Section):
     every: int = Field(20, ge=1, description="steps between saves; the last step is always saved")
-    keep_last: int = Field(2, ge=1)
+    keep_last: int = Field(2, ge=1, description="newest checkpoints that stay")
     keep_best: bool = Field(
         False, description="also keep the checkpoint with the best evaluation; needs eval.every > 0"
     )
@@ -223,19 +227,21 @@ class TrackingConfig(Section):
     to: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(
         default_factory=list, description="several at once are fine"
     )
-    project: str = "fledge"
+    project: str = Field("fledge", description="project or experiment name there")
 
 
 class CommonConfig(Section):
     run_dir: str = Field(
         "runs/run", description="everything about the run; reusing it resumes the run"
     )
-    seed: int = Field(0, ge=0)
-    steps: int = Field(100, ge=1)
+    seed: int = Field(0, ge=0, description="of weights, order, sampling: all that is random")
+    steps: int = Field(100, ge=1, description="training steps; may be raised to go on")
     threads: int = Field(
         0, ge=0, description="CPU threads; 0 chooses by model size (one for small models)"
     )
-    console: Literal["auto", "live", "plain", "quiet"] = "auto"
+    console: Literal["auto", "live", "plain", "quiet"] = Field(
+        "auto", description="live display on a terminal, plain lines elsewhere"
+    )
     model: ModelConfig = ModelConfig()
     optim: OptimConfig = OptimConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -43,7 +43,7 @@ def tasks_of(policy, *overrides):
         (["algorithm.loss.high=0.3"], "algorithm.loss.high has no effect"),
         (["eval.temperature=0.5"], "eval.temperature has no effect"),
         (["tracking.project=x"], "tracking.project has no effect"),
-        (["optim.warmup_steps=100"], "optim.lr=0.001 is never reached"),
+        (["optim.warmup_steps=100"], "optim.lr=1e-05 is never reached"),
     ],
 )
 def test_a_setting_without_effect_is_named(overrides, said):
