@@ -1,4 +1,4 @@
-"""Adapters on a trained model: the same run twice is the same, and a stopped one goes on."""
+"""Adapters on a trained model, on the CPU: twice is the same, and a stopped run goes on."""
 
 import os
 import shutil
@@ -35,7 +35,11 @@ def run(base, folder, steps, *overrides):
         "run_dir": str(folder),
         "steps": steps,
         "console": "quiet",
-        "model": {"path": str(base), "lora": {"rank": 4, "dora": True, "plus_ratio": 4.0}},
+        "model": {
+            "path": str(base),
+            "device": "cpu",
+            "lora": {"rank": 4, "dora": True, "plus_ratio": 4.0},
+        },
         "env": {"name": "reward", "function": length},
         "data": {"train": {"name": prompts}},
         "rollout": {"group_size": 3, "groups_per_step": 2, "max_new_tokens": 5},
