@@ -211,3 +211,13 @@ def test_more_steps_with_a_schedule_that_depends_on_them_warns(desk):
     assert run(folder, "steps=5") == 0
     events = (folder / "events.jsonl").read_text()
     assert "steps changed from 3 to 5, and optim.schedule=cosine depends on it" in events
+
+
+def test_the_best_evaluated_step_is_kept_even_between_regular_checkpoints(desk):
+    folder = desk / "best"
+    assert run(folder, "checkpoint.keep_best=true", "checkpoint.keep_last=1", "eval.every=4") == 0
+    report = json.loads((folder / "report.json").read_text())
+    scores = {int(s): e["average"] for s, e in report["evaluations"].items() if int(s)}
+    best = max(scores, key=lambda step: (scores[step], step))
+    kept = {int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").iterdir()}
+    assert best in kept and STEPS in kept and len(kept) <= 2
