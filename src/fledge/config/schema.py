@@ -134,13 +134,10 @@ class RolloutConfig(Section):
         description="how often a failed environment is tried again before its episode is dropped",
     )
 
-    def sampling(self, stop_ids: tuple[int, ...], seed: int) -> Sampling:
+    def sampling(self, stop_ids: tuple[int, ...]) -> Sampling:
+        """All but the seed, which is each episode's own."""
         return Sampling(
-            self.max_new_tokens,
-            self.temperature,
-            stop=tuple(self.stop),
-            stop_ids=stop_ids,
-            seed=seed,
+            self.max_new_tokens, self.temperature, stop=tuple(self.stop), stop_ids=stop_ids
         )
 
 

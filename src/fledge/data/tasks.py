@@ -89,6 +89,12 @@ def fingerprint(tasks: Iterable[Task]) -> str:
     return _sha("\n".join(sorted(task_digest(task) for task in tasks)))[:16]
 
 
+def content(task: Task) -> str:
+    """What a task says, whatever its name: equal for rows that differ in `id` or `key` alone."""
+    said = {field: value for field, value in task.data.items() if field not in ("id", "key")}
+    return _canonical(said, f"task {task.key!r}")
+
+
 def task_digest(task: Task) -> str:
     """Identity of one task: name and content."""
     return _sha(json.dumps([task.key, _canonical(task.data, f"task {task.key!r}")]))

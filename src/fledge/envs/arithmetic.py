@@ -7,6 +7,7 @@ chosen by a hash of its text; no seed moves it to another.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ def problems() -> list[Problem]:
     return [Problem(f"{a}+{b}", str(a + b)) for a in range(100, 900) for b in range(10, 100)]
 
 
+@functools.cache
 def pools() -> Pools:
     """Cut from the list of problems in the order of their hashes."""
     ordered = sorted(problems(), key=lambda p: _hash(p.prompt))

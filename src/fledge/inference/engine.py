@@ -17,7 +17,7 @@ from fledge.inference.blocks import BlockPool
 from fledge.inference.runner import Drawn, Runner, bytes_per_block
 from fledge.inference.scheduler import Request, Scheduler
 from fledge.models.attention import BLOCK
-from fledge.models.fingerprint import module_tensors, tensor_hash
+from fledge.models.fingerprint import hashes, module_tensors
 from fledge.models.load import Policy
 from fledge.types import Completion, Sampling, StopReason
 
@@ -221,7 +221,7 @@ class NativeEngine:
         self.scheduler.version = version
 
     def fingerprint(self) -> Mapping[str, str]:
-        return {name: tensor_hash(t) for name, t in self._captured.items()}
+        return hashes(self._captured)
 
     def addresses(self) -> Mapping[str, int]:
         return self._addresses

@@ -27,6 +27,10 @@ def tensor_hash(tensor: Tensor) -> str:
     return f"{bits.sum().item():x}.{weighted.item():x}.{tuple(tensor.shape)}.{tensor.dtype}"
 
 
+def hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: tensor_hash(tensor) for name, tensor in tensors.items()}
+
+
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer by name, as the live tensors; tied ones appear once under their
     first name.

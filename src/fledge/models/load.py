@@ -223,8 +223,7 @@ def _check_vocabulary(policy: Policy) -> None:
     if largest >= rows:
         raise ModelError(
             f"model.path: the tokenizer has ids up to {largest}, but the model knows {rows} "
-            "tokens; "
-            "they do not belong together"
+            "tokens; they do not belong together"
         )
 
 

@@ -48,9 +48,9 @@ class Books:
         config = resolved.config
         self.resolved = resolved
         self.stopping = False
-        self._began = time.monotonic()
+        self.began = time.monotonic()
         self.saved_step = 0
-        self.seconds_before = 0.0
+        self._seconds_before = 0.0
         self.clock = Clock()
         self.run_dir = RunDir.open(config.run_dir)
         try:
@@ -122,7 +122,7 @@ class Books:
             self._warn_about_steps(saved.state["steps"])
             restore(saved)
             self.saved_step = saved.step
-            self.seconds_before = saved.state["seconds"]
+            self._seconds_before = saved.state["seconds"]
         self.run_dir.begin_attempt(None if saved is None else saved.step)
         self.run_dir.write_config(self.resolved.to_yaml())
         config = self.resolved.config
@@ -171,15 +171,18 @@ class Books:
         """A checkpoint of `step`; what was recorded up to it is made durable first."""
         with self.clock.span("save"):
             self.run_dir.sync()
-            seconds = self.seconds_before + time.monotonic() - self._began
             whole = {
                 **state,
                 "identity": self._identity,
                 "steps": self.resolved.config.steps,
-                "seconds": seconds,
+                "seconds": self.seconds(),
             }
             self.checkpoints.save(step, trainer.save, whole, score)
             self.saved_step = step
+
+    def seconds(self) -> float:
+        """Wall time of the run so far, earlier attempts up to their checkpoint included."""
+        return self._seconds_before + time.monotonic() - self.began
 
     def due(self, step: int, every: int) -> bool:
         """Whether something that happens every `every` steps, and at the end, happens now."""

@@ -123,6 +123,11 @@ class Checkpoints:
         )
 
 
+def has_checkpoint(run_dir: str | Path) -> bool:
+    """Whether a run has saved anything yet; nothing is read or verified."""
+    return bool(_steps(Path(run_dir) / "checkpoints"))
+
+
 def read_latest(run_dir: str | Path) -> Saved | None:
     """The newest checkpoint of a run, verified; for processes that do not train in `run_dir`."""
     return _latest(Path(run_dir) / "checkpoints")
@@ -134,6 +139,10 @@ def read_checkpoint(path: str | Path) -> Saved:
     problem = _problem(path)
     if problem:
         raise CheckpointError(f"checkpoint: {path} is damaged: {problem}")
+    return _read_verified(path)
+
+
+def _read_verified(path: Path) -> Saved:
     manifest = json.loads((path / MANIFEST).read_bytes())
     return Saved(manifest["step"], path, json.loads((path / STATE).read_bytes()))
 
@@ -192,7 +201,7 @@ def _latest(directory: Path) -> Saved | None:
     newest = directory / f"step_{steps[-1]}"
     problem = _problem(newest)
     if problem is None:
-        return read_checkpoint(newest)
+        return _read_verified(newest)
     earlier = (s for s in reversed(steps[:-1]) if _problem(directory / f"step_{s}") is None)
     complete = next(earlier, None)
     if complete is None:

@@ -64,7 +64,7 @@ class Run:
             self.engine,
             renderer,
             environment,
-            config.rollout.sampling(renderer.stop_ids, config.seed),
+            config.rollout.sampling(renderer.stop_ids),
             config.rollout.timeout,
             config.rollout.retries,
         )

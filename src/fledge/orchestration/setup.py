@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,11 +18,18 @@ import torch
 from fledge.config import Resolved, TrainConfig
 from fledge.config.schema import CommonConfig, DataConfig, ModelConfig, spelled
 from fledge.data.render import make_renderer
-from fledge.data.tasks import filter_by_length, fingerprint, load_rows, split_off, to_tasks
+from fledge.data.tasks import (
+    content,
+    filter_by_length,
+    fingerprint,
+    load_rows,
+    split_off,
+    to_tasks,
+)
 from fledge.envs import EnvironmentFactory
 from fledge.errors import ConfigError, DataError, FledgeError
 from fledge.interfaces import Renderer
-from fledge.models.fingerprint import digest, module_tensors, tensor_hash
+from fledge.models.fingerprint import digest, hashes, module_tensors
 from fledge.models.load import Policy, load_policy
 from fledge.types import Task
 
@@ -52,10 +58,6 @@ def make_policy(config: CommonConfig, model: ModelConfig | None = None) -> Polic
     if not config.threads and sum(p.numel() for p in policy.model.parameters()) > SMALL_MODEL:
         torch.set_num_threads(max(1, (os.cpu_count() or 1)))
     return policy
-
-
-def weights_digest(policy: Policy) -> str:
-    return digest({n: tensor_hash(t) for n, t in module_tensors(policy.model).items()})
 
 
 def make_tasks(config: TrainConfig, environment: EnvironmentFactory, policy: Policy) -> Tasks:
@@ -115,18 +117,13 @@ def _hold_out(data: DataConfig, train: list[Task], seed: int) -> tuple[list[Task
 
 def _refuse_leaks(train: Sequence[Task], held_out: Sequence[Task]) -> None:
     """Tasks are compared by what they say, whatever their ids."""
-    trained = {_content(task) for task in train}
-    shared = [task.key for task in held_out if _content(task) in trained]
+    trained = {content(task) for task in train}
+    shared = [task.key for task in held_out if content(task) in trained]
     if shared:
         raise DataError(
             f"data.eval: {len(shared)} held-out tasks are also in data.train (such as "
             f"{shared[0]!r}); an evaluation on trained tasks says nothing, so remove duplicates"
         )
-
-
-def _content(task: Task) -> str:
-    said = {name: value for name, value in task.data.items() if name not in ("id", "key")}
-    return json.dumps(said, sort_keys=True, default=str)
 
 
 def prompt_lengths(
@@ -142,7 +139,7 @@ def prompt_lengths(
                 return {}
             try:
                 messages = await asyncio.wait_for(env.reset(), timeout)
-                await env.close()
+                await asyncio.wait_for(env.close(), timeout)
             except FledgeError:
                 raise
             except Exception as error:
@@ -162,25 +159,20 @@ def identity(policy: Policy, data_fingerprint: str) -> dict[str, Any]:
     return {
         "data.fingerprint": data_fingerprint,
         "model.fingerprint": policy.fingerprint(),
-        "model.weights": weights_digest(policy),
+        "model.weights": digest(hashes(module_tensors(policy.model))),
     }
 
 
 def inert_settings(resolved: Resolved[TrainConfig]) -> list[str]:
     """Settings that somebody made and that have no effect in this run."""
     config, found = resolved.config, []
-    for name in config.algorithm.loss.arguments:
-        key = f"algorithm.loss.{name}"
-        if (
-            config.algorithm.loss.name == "clipped"
-            and name in ("low", "high")
-            and config.algorithm.updates == 1
-        ):
-            found.append(
-                f"{key} has no effect: with one update per batch the ratio is 1 and nothing is "
-                "clipped; "
-                "set algorithm.epochs or algorithm.minibatches above 1, or drop it"
-            )
+    loss = config.algorithm.loss
+    if loss.name == "clipped" and config.algorithm.updates == 1:
+        found += [
+            f"algorithm.loss.{name} has no effect: with one update per batch the ratio is 1 and "
+            "nothing is clipped; set algorithm.epochs or algorithm.minibatches above 1, or drop it"
+            for name in loss.arguments
+        ]
     evaluates = config.data.eval is not None or config.data.eval_size
     for name in type(config.eval).model_fields:
         if resolved.was_set(f"eval.{name}") and not evaluates:

@@ -25,7 +25,7 @@ from fledge.errors import CheckpointError, ConfigError
 from fledge.inference import NativeEngine
 from fledge.models.load import Policy, export, restore_weights
 from fledge.orchestration.books import Books
-from fledge.orchestration.checkpoint import read_latest
+from fledge.orchestration.checkpoint import has_checkpoint, read_latest
 from fledge.orchestration.evaluation import Evaluation, Evaluator
 from fledge.orchestration.files import why, write_atomic
 from fledge.orchestration.loop import train as run_loop
@@ -47,12 +47,13 @@ def train(resolved: Resolved[TrainConfig]) -> dict[str, Any]:
             return {"finished": False, "step": 0}
     run = Run(resolved, make_policy(resolved.config, _starting_model(resolved.config)))
     with run.books as books:
+        books.began = began  # the warm start counts, too
         step = asyncio.run(_run_and_close(run))
         if step != books.saved_step:  # somebody asked to stop between two checkpoints
             run.save(step)
         report: dict[str, Any] = {} if before is None else {"before": before}
         report |= {"evaluations": run.evaluations, "health": run.health.report()}
-        return _finish(books, run.policy.policy, step, report, began)
+        return _finish(books, run.policy.policy, step, report)
 
 
 async def _run_and_close(run: Run) -> int:
@@ -66,13 +67,12 @@ def sft(resolved: Resolved[SftConfig], run_dir: str | None = None) -> dict[str, 
     """Run or resume `fledge sft`; returns the report. `run_dir` is that of the whole run, where
     this is its warm start.
     """
-    began = time.monotonic()
     run = SftRun(resolved, make_policy(resolved.config))
     with run.books as books:
         step = asyncio.run(run.train())
         if step != books.saved_step:
             run.save(step)
-        return _finish(books, run.trainer.policy, step, {}, began, run_dir)
+        return _finish(books, run.trainer.policy, step, {}, run_dir)
 
 
 def _finish(
@@ -80,7 +80,6 @@ def _finish(
     policy: Policy,
     step: int,
     report: dict[str, Any],
-    began: float,
     run_dir: str | None = None,
 ) -> dict[str, Any]:
     """Export what is finished, write the report, or say how to continue."""
@@ -95,7 +94,7 @@ def _finish(
                 f"failed: {why(error)}; free space and give the same command again"
             ) from error
         report["model"] = str(folder / EXPORT)
-    report["seconds"] = books.seconds_before + time.monotonic() - began
+    report["seconds"] = books.seconds()
     books.run_dir.write_report(report)
     if not report["finished"]:
         again = run_dir or config.run_dir
@@ -110,7 +109,7 @@ def _warm_start(resolved: Resolved[TrainConfig]) -> dict[str, Any] | None:
     config = resolved.config
     folder = Path(config.run_dir) / "warm_start"
     scored = folder / "before.json"
-    if read_latest(config.run_dir) is None:
+    if not has_checkpoint(config.run_dir):
         how = {key: v for key, v in resolved.values().items() if key.split(".")[0] in _SCORED_BY}
         if not scored.exists() or json.loads(scored.read_text())["how"] != how:
             if config.console != "quiet":

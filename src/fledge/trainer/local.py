@@ -24,7 +24,7 @@ from fledge.data.batch import Batch
 from fledge.errors import CheckpointError, TrainingError
 from fledge.interfaces import Loss
 from fledge.metrics import Ledger
-from fledge.models.fingerprint import module_tensors, tensor_hash
+from fledge.models.fingerprint import hashes, module_tensors
 from fledge.models.load import Policy, restore_weights, save_weights
 from fledge.models.lora import adapters_off
 from fledge.models.value import ValueHead
@@ -172,7 +172,7 @@ class LocalTrainer:
         return found
 
     def fingerprint(self) -> Mapping[str, str]:
-        return {name: tensor_hash(t) for name, t in module_tensors(self.policy.model).items()}
+        return hashes(module_tensors(self.policy.model))
 
     def addresses(self) -> Mapping[str, int]:
         return {name: t.data_ptr() for name, t in module_tensors(self.policy.model).items()}
