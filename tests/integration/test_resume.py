@@ -26,8 +26,11 @@ def desk(tmp_path_factory):
     rows = [{"id": str(i), "prompt": f"{i}+{i + 7}"} for i in range(TASKS)]
     (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "vowels.py").write_text(
-        "def score(prompt, response, meta):\n    return sum(c in 'aeiou0123' for c in response) / "
-        "4\n"
+        "def score(prompt, response, meta):\n"
+        "    return sum(c in 'aeiou0123' for c in response) / 4\n"
+        "def against(group):\n"
+        "    mean = sum(e.reward for e in group) / len(group)\n"
+        "    return [mean - e.reward for e in group]\n"
     )
     before = Path.cwd()
     os.chdir(folder)
@@ -214,10 +217,14 @@ def test_more_steps_with_a_schedule_that_depends_on_them_warns(desk):
 
 
 def test_the_best_evaluated_step_is_kept_even_between_regular_checkpoints(desk):
+    """Trained against its reward, the policy gets worse, so the best step is not the last."""
     folder = desk / "best"
-    assert run(folder, "checkpoint.keep_best=true", "checkpoint.keep_last=1", "eval.every=4") == 0
+    settings = ["checkpoint.keep_best=true", "checkpoint.keep_last=1", "checkpoint.every=100"]
+    settings += ["eval.every=1", "algorithm.advantage=vowels:against"]
+    assert run(folder, *settings) == 0
     report = json.loads((folder / "report.json").read_text())
     scores = {int(s): e["average"] for s, e in report["evaluations"].items() if int(s)}
     best = max(scores, key=lambda step: (scores[step], step))
     kept = {int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").iterdir()}
-    assert best in kept and STEPS in kept and len(kept) <= 2
+    assert best < STEPS, scores
+    assert kept == {best, STEPS}

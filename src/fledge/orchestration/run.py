@@ -160,7 +160,8 @@ class Run:
     def _is_best(self, score: float | None) -> bool:
         if score is None or not self.config.checkpoint.keep_best:
             return False
-        return bool(score >= max(found["average"] for found in self.evaluations.values()))
+        trained = [found["average"] for step, found in self.evaluations.items() if step != "0"]
+        return bool(score >= max(trained))
 
     def _user_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         try:

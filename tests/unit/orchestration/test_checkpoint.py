@@ -347,3 +347,9 @@ def test_edited_code_warns_and_does_not_refuse() -> None:
     assert said == [
         "env.function: the file of this plug-in has changed since the checkpoint was made"
     ]
+
+
+def test_whether_anything_was_saved_is_known_without_reading_it(tmp_path: Path) -> None:
+    assert not checkpoint.has_checkpoint(tmp_path)
+    opened(tmp_path).save(3, weights(3), {})
+    assert checkpoint.has_checkpoint(tmp_path)
