@@ -58,6 +58,8 @@ class Step:
     """What an environment answers to a reply.
 
     `terminated` means that the task is over; `truncated` that a limit of the environment ended it.
+    A reward with named parts is given as `components` instead of `reward`; it is their sum, weighed
+    by `rollout.reward_weights`.
 
     >>> Step(reward=1.0, terminated=True).messages
     ()
@@ -68,6 +70,7 @@ class Step:
     terminated: bool = False
     truncated: bool = False
     info: Mapping[str, float] = field(default_factory=dict)
+    components: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,26 +142,40 @@ class Segment:
     """An exact run of tokens, as the engine saw and sampled them.
 
     Only sampled tokens are trained; `logps` is 0 and `versions` is -1 where a token was not
-    sampled.
+    sampled. `rewards`, if there are any, arrive at single tokens, on top of the turn's.
 
     >>> s = Segment((5, 6, 1), (0.0, -0.7, -0.1), (False, True, True), versions=(-1, 4, 4))
-    >>> sum(s.trained)
-    2
+    >>> sum(s.trained), s.turns
+    (2, (-1, 0, 0))
     """
 
     token_ids: tuple[int, ...]
     logps: tuple[float, ...]
     trained: tuple[bool, ...]
     versions: tuple[int, ...]
+    rewards: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
         assert len(self.logps) == len(self.trained) == len(self.versions) == n, (
             "columns differ in length"
         )
+        assert len(self.rewards) in (0, n), "rewards differ in length"
         assert not any(t and v < 0 for t, v in zip(self.trained, self.versions, strict=True)), (
             "a token that was not sampled is marked as trained"
         )
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """Which of the segment's replies each token is part of, -1 where it was not sampled: two
+        replies always have something between them.
+        """
+        found, turn, inside = [], -1, False
+        for version in self.versions:
+            turn += version >= 0 and not inside
+            inside = version >= 0
+            found.append(turn if inside else -1)
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +183,8 @@ class Episode:
     """One finished attempt at a task: exact tokens, rewards per turn, and how it ended.
 
     `index` is its place in the group; `messages` is the readable view, `segments` is what is
-    trained.
+    trained. `components` are the named parts of the reward, before their weights; `masked` names
+    the rule that took the episode out of training, if one did: it still counts in its group.
 
     >>> Episode("34+57", 0, segments=(), rewards=(0.0, 1.0), outcome=Outcome.OK, messages=()).reward
     1.0
@@ -180,10 +198,12 @@ class Episode:
     messages: tuple[Message, ...]
     info: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
+    components: Mapping[str, float] = field(default_factory=dict)
+    masked: str = ""
 
     @property
     def reward(self) -> float:
-        return float(sum(self.rewards))
+        return float(sum(self.rewards) + sum(sum(s.rewards) for s in self.segments))
 
     @property
     def response_length(self) -> int:
@@ -193,7 +213,7 @@ class Episode:
 @dataclass(frozen=True, slots=True)
 class Group:
     """The episodes of one task that a baseline may compare. Dropped ones are gone from `episodes`
-    but counted.
+    but counted. `greedy` is an extra one without randomness, played only for estimators that ask.
 
     >>> Group(Task("t", {}), 0, episodes=(), dropped={"infra_abort": 1}).dropped["infra_abort"]
     1
@@ -204,6 +224,7 @@ class Group:
     episodes: tuple[Episode, ...]
     dropped: Mapping[str, int] = field(default_factory=dict)
     discarded: tuple[Episode, ...] = ()
+    greedy: Episode | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +242,18 @@ class Sample:
     def trained(self) -> tuple[int, ...]:
         """Places of the tokens that are trained."""
         return tuple(place for place, weight in enumerate(self.weights) if weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A preference: of two replies to one prompt, the chosen one is better.
+
+    >>> Pair(Sample((5, 6), (0.0, 1.0)), Sample((5, 7), (0.0, 1.0))).chosen.trained
+    (1,)
+    """
+
+    chosen: Sample
+    rejected: Sample
 
 
 @dataclass(frozen=True, slots=True)

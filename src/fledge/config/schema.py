@@ -12,7 +12,31 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
 
+from fledge.config.rules import refuse_contradictions
 from fledge.types import Sampling
+
+PresetName = Literal[
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce",
+    "reinforce++",
+    "reinforce++_baseline",
+    "ppo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gmpo",
+    "remax",
+    "opo",
+    "maxrl",
+    "clip_cov",
+    "kl_cov",
+    "flashrl",
+    "async",
+    "distill",
+]
 
 
 class Section(BaseModel):
@@ -122,8 +146,17 @@ class RolloutConfig(Section):
     temperature: float = Field(
         1.0, gt=0, description="of the rollouts; the trainer scores at the same temperature"
     )
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="smallest set of tokens with this mass; see the guide"
+    )
+    top_k: int = Field(0, ge=0, description="only the k likeliest tokens; 0 is off")
+    min_p: float = Field(0.0, ge=0, lt=1, description="least share of the likeliest token's mass")
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list, description="strings that end a reply, besides the end-of-turn token"
+    )
+    reward_weights: dict[str, float] = Field(
+        default_factory=dict,
+        description="weights of the named parts of a reward; a part that is not named has 1",
     )
     timeout: float = Field(
         120.0, gt=0, description="seconds that one call of an environment may take"
@@ -137,32 +170,145 @@ class RolloutConfig(Section):
     def sampling(self, stop_ids: tuple[int, ...]) -> Sampling:
         """All but the seed, which is each episode's own."""
         return Sampling(
-            self.max_new_tokens, self.temperature, stop=tuple(self.stop), stop_ids=stop_ids
+            self.max_new_tokens,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.min_p,
+            stop=tuple(self.stop),
+            stop_ids=stop_ids,
         )
+
+    @property
+    def cut(self) -> list[str]:
+        """The settings that make replies come from less than the whole distribution."""
+        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        return [name for name, off in neutral.items() if getattr(self, name) != off]
+
+
+class KlConfig(Section):
+    """The pull towards the frozen reference; off while `coef` is 0."""
+
+    coef: float = Field(0.0, ge=0, description="weight of KL(policy || reference); 0 is off")
+    estimator: Literal["k1", "k2", "k3", "abs"] = Field(
+        "k3", description="estimate of the KL per token; k3 fits the loss, k1 the reward"
+    )
+    placement: Literal["loss", "reward"] = Field(
+        "loss", description="added to the loss, or taken off the reward of each token"
+    )
+    target: float | None = Field(
+        None, gt=0, description="KL per token that an adaptive `coef` steers to (in the reward)"
+    )
+    horizon: int = Field(
+        10_000, ge=1, description="episodes in which an adaptive `coef` corrects itself"
+    )
+    ref_every: int = Field(
+        0, ge=0, description="steps between refreshes of the reference; 0 keeps the starting model"
+    )
+
+
+class ShapingConfig(Section):
+    """What happens to groups and rewards before advantages are computed."""
+
+    dynamic_sampling: Literal["off", "filter", "replace"] = Field(
+        "off",
+        description="for groups whose rewards are all equal: `filter` draws new tasks until the "
+        "batch is full, `replace` repeats groups that have spread",
+    )
+    max_rounds: int = Field(
+        4, ge=1, description="how often `filter` draws anew before it trains on what there is"
+    )
+    mask_zero_variance: bool = Field(
+        False, description="leave groups whose rewards are all equal out of the loss"
+    )
+    mask_truncated: bool = Field(
+        False, description="leave truncated episodes out of the loss (overlong filtering)"
+    )
+    zero_unless_stopped: bool = Field(
+        False, description="no positive reward for an episode that was truncated"
+    )
+    overlong_buffer: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of rollout.max_new_tokens at its end in which a soft punishment rises "
+        "to `overlong_penalty`; 0 is off",
+    )
+    overlong_penalty: float = Field(
+        1.0, gt=0, description="largest soft punishment of a reply that is too long"
+    )
+
+
+class CriticConfig(Section):
+    """The value function; used by estimators that need one, such as gae."""
+
+    model: Literal["separate", "head"] = Field(
+        "separate", description="a second model, or one more head on the policy's"
+    )
+    path: str | None = Field(
+        None, description="where a separate critic starts from; by default the policy's model"
+    )
+    lr: float | None = Field(
+        None, gt=0, description="learning rate of a separate critic; by default optim.lr"
+    )
+    coef: float = Field(0.5, gt=0, description="weight of the value loss of a critic head")
+    clip: float = Field(0.2, gt=0, description="how far a value may move in one batch")
+    warmup_steps: int = Field(
+        0, ge=0, description="steps in which only a separate critic is trained"
+    )
 
 
 class AlgorithmConfig(Section):
     """A preset name fills the rest; each part can be replaced on its own."""
 
-    name: Literal["grpo", "reinforce"] = Field("grpo", description="the preset")
+    name: PresetName = Field("grpo", description="the preset")
     advantage: Plugin = Field(
-        Plugin(name="grpo"),
-        description="rewards of a group (or batch) to one advantage per episode",
+        Plugin(name="grpo"), description="from rewards to an advantage per episode or token"
     )
     loss: Plugin = Field(Plugin(name="clipped"), description="per-token policy loss")
     reduction: Literal[
         "token_mean", "sequence_mean", "sequence_mean_token_sum_norm", "prompt_mean"
     ] = Field("token_mean", description="how the losses of tokens become one number")
-    kl_coef: float = Field(
-        0.0, ge=0, description="weight of the k3 estimate of KL(policy || reference) in the loss"
+    norm_length: int | None = Field(
+        None,
+        ge=1,
+        description="the fixed length of sequence_mean_token_sum_norm; by default "
+        "rollout.max_new_tokens",
     )
+    old: Literal["auto", "engine", "recomputed"] = Field(
+        "auto",
+        description="log-probs that ratios start from: the engine's, or the trainer's own before "
+        "the first update; auto recomputes when there are several updates or a correction",
+    )
+    correction: list[Plugin] = Field(
+        default_factory=list,
+        description="weights for the gap between engine and trainer, multiplied",
+    )
+    kl: KlConfig = KlConfig()
     entropy_coef: float = Field(0.0, ge=0, description="weight of an entropy bonus")
+    token_reward: Plugin | None = Field(
+        None, description="your own rewards per token: `(segment) -> one number per token`"
+    )
+    shaping: ShapingConfig = ShapingConfig()
+    critic: CriticConfig = CriticConfig()
+    teacher: str | None = Field(
+        None,
+        description="the model that distillation imitates: a folder, a hub name, or `base` for the "
+        "policy's own model with its adapters off",
+    )
     epochs: int = Field(1, ge=1, description="passes over each batch")
     minibatches: int = Field(1, ge=1, description="optimiser steps per pass")
 
     @property
     def updates(self) -> int:
         return self.epochs * self.minibatches
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether ratios start from the trainer's own log-probs."""
+        if self.old == "auto":
+            return self.updates > 1 or bool(self.correction)
+        return self.old == "recomputed"
 
 
 class OptimConfig(Section):
@@ -266,6 +412,34 @@ class SftConfig(CommonConfig):
     data: SftStage
 
 
+class PreferStage(Section):
+    """Preference pairs: rows with `prompt`, `chosen` and `rejected`."""
+
+    train: Plugin = Field(description="pairs: JSONL, Parquet, HF dataset or a generator function")
+    eval_size: int = Field(0, ge=0, description="pairs held out for an accuracy")
+    batch_size: int = Field(64, ge=1, description="pairs per step")
+    max_tokens: int | None = Field(
+        None, ge=2, description="pairs with a longer half are filtered out and counted"
+    )
+
+
+class PreferConfig(CommonConfig):
+    """`fledge prefer`."""
+
+    data: PreferStage
+    loss: Plugin = Field(
+        Plugin(name="dpo"),
+        description="dpo or ipo train a policy, bradley_terry trains a reward model",
+    )
+
+
+class RewardModelConfig(Section):
+    """A trained reward model whose score is added to the reward of each episode."""
+
+    path: str = Field(description="the export of a `fledge prefer` run with bradley_terry")
+    weight: float = Field(1.0, description="of its score in the reward")
+
+
 class WarmStartConfig(SftStage):
     """A supervised run in `<run_dir>/warm_start` whose result RL begins from."""
 
@@ -278,6 +452,9 @@ class TrainConfig(CommonConfig):
 
     env: Plugin = Field(description='a built-in environment, or "module:Class"')
     data: DataConfig
+    reward_model: RewardModelConfig | None = Field(
+        None, description="a learned reward, on top of the environment's"
+    )
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     engine: EngineConfig = EngineConfig()
@@ -289,17 +466,7 @@ class TrainConfig(CommonConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:
-        algorithm, rollout = self.algorithm, self.rollout
-        if algorithm.advantage.name == "grpo" and rollout.group_size < 2:
-            raise ValueError(
-                "rollout.group_size=1 gives grpo nothing to compare, so every advantage is 0; set "
-                "it to 2 or more"
-            )
-        if algorithm.minibatches > rollout.groups_per_step:
-            raise ValueError(
-                "algorithm.minibatches must not exceed rollout.groups_per_step: a mini-batch holds "
-                "whole groups"
-            )
+        refuse_contradictions(self)
         if self.checkpoint.keep_best and not self.eval.every:
             raise ValueError(
                 "checkpoint.keep_best needs evaluations to compare; set eval.every > 0"
@@ -312,12 +479,6 @@ class TrainConfig(CommonConfig):
         return self
 
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": {"advantage": "grpo", "loss": "clipped", "reduction": "token_mean"},
-    "reinforce": {"advantage": "reinforce", "loss": "policy_gradient", "reduction": "token_mean"},
-}
-"""What `algorithm.name` fills in, below the recipe."""
-
 SMOKE = {
     "steps": 2,
     "optim.warmup_steps": 1,
@@ -326,6 +487,8 @@ SMOKE = {
     "rollout.group_size": 2,
     "rollout.groups_per_step": 2,
     "rollout.max_new_tokens": 8,
+    "algorithm.epochs": 2,
+    "algorithm.minibatches": 2,
     "warm_start.steps": 2,
     "warm_start.batch_size": 2,
     "warm_start.optim.warmup_steps": 1,

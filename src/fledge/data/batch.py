@@ -9,14 +9,17 @@ mini-batch, before the cut.
 
 from __future__ import annotations
 
+import math
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from fledge.types import Group, Sample
+from fledge.errors import TrainingError
+from fledge.types import Episode, Group, Pair, Sample
 
 Reduce = Callable[[Sequence[int], Sequence[int], Sequence[int]], list[float]]
 """`(trained tokens, sequence, prompt) of each row -> weight of each of its tokens`."""
@@ -83,20 +86,37 @@ class Batch:
         return replace(self, rows=tuple(self.rows[i] for i in indices), columns=columns, groups=())
 
     def micros(self, token_budget: int) -> list[Batch]:
-        """Whole rows cut by the token budget; a prompt that neighbours share is counted once."""
+        """Whole sequences cut by the token budget; a prompt that neighbours share is counted once.
+
+        The rows of a sequence stay together: losses that compare whole sequences need them.
+        """
+        together: dict[int, list[int]] = {}
+        for index, row in enumerate(self.rows):
+            together.setdefault(row.sequence, []).append(index)
         cuts: list[list[int]] = []
         used = 0
         prompt: tuple[int, ...] | None = None
-        for index, row in enumerate(self.rows):
-            own = row.needed - row.prefix
-            shared = prompt == row.token_ids[: row.prefix]
-            if not cuts or used + own + (0 if shared else row.prefix) > token_budget:
+        for indices in together.values():
+            cost, last = self._cost(indices, prompt)
+            if not cuts or used + cost > token_budget:
                 cuts.append([])
-                used, shared = 0, False
-            cuts[-1].append(index)
-            used += own + (0 if shared else row.prefix)
-            prompt = row.token_ids[: row.prefix]
+                used = 0
+                cost, last = self._cost(indices, None)
+            cuts[-1] += indices
+            used += cost
+            prompt = last
         return [self.select(cut) for cut in cuts]
+
+    def _cost(
+        self, indices: Sequence[int], prompt: tuple[int, ...] | None
+    ) -> tuple[int, tuple[int, ...] | None]:
+        """Tokens that these rows add after a row with `prompt`, and the last prompt of theirs."""
+        cost = 0
+        for row in (self.rows[i] for i in indices):
+            own = row.token_ids[: row.prefix]
+            cost += row.needed - row.prefix + (0 if own == prompt else row.prefix)
+            prompt = own
+        return cost, prompt
 
     def updates(self, epochs: int, minibatches: int, seed: int, reduce: Reduce) -> Iterator[Batch]:
         """One mini-batch per optimiser step, with its `scale` column; prompts stay whole."""
@@ -112,6 +132,17 @@ class Batch:
                     mini = self.select(picked).weighed(reduce)
                     yield replace(mini, first=self.first and epoch == 0 and part == 0)
 
+    @property
+    def lengths(self) -> Tensor:
+        """Trained tokens of each sequence; its rows must be neighbours."""
+        counts: dict[int, int] = {}
+        last = None
+        for row in self.rows:
+            assert row.sequence == last or row.sequence not in counts, "a sequence is torn apart"
+            counts[row.sequence] = counts.get(row.sequence, 0) + len(row.trained)
+            last = row.sequence
+        return torch.tensor(list(counts.values()), dtype=torch.long)
+
     def weighed(self, reduce: Reduce) -> Batch:
         counts = [len(r.trained) for r in self.rows]
         weights = reduce(counts, [r.sequence for r in self.rows], [r.prompt for r in self.rows])
@@ -119,27 +150,60 @@ class Batch:
 
 
 def pack(groups: Sequence[Group]) -> Batch:
-    """All trained tokens of the groups' episodes. Rows of one group are neighbours, so that they
-    can share their prompt.
+    """All trained tokens of the groups' episodes, with the reward that arrives at each. Rows of one
+    group are neighbours, so that they can share their prompt.
     """
     rows: list[Row] = []
-    logps: list[float] = []
+    columns: dict[str, list[float]] = {"engine_logp": [], "reward": [], "turn": []}
     sequence = 0
     for prompt, group in enumerate(groups):
         for episode in group.episodes:
-            for segment in episode.segments:
-                places = tuple(i for i, trained in enumerate(segment.trained) if trained)
-                if places:
-                    rows.append(Row(segment.token_ids, places, sequence, prompt))
-                    logps.extend(segment.logps[i] for i in places)
+            _add_episode(episode, sequence, prompt, rows, columns)
             sequence += 1
-    return Batch(tuple(rows), {"engine_logp": torch.tensor(logps)}, groups=tuple(groups))
+    return Batch(
+        tuple(rows),
+        {
+            "engine_logp": torch.tensor(columns["engine_logp"]),
+            "reward": torch.tensor(columns["reward"], dtype=torch.float64),
+            "turn": torch.tensor(columns["turn"], dtype=torch.long),
+        },
+        groups=tuple(groups),
+    )
 
 
-def with_advantages(batch: Batch, advantages: Sequence[Sequence[float]]) -> Batch:
-    """Lift one number per episode to all its trained tokens."""
-    flat = [value for group in advantages for value in group]
-    return batch.with_columns(advantage=batch.per_row([flat[row.sequence] for row in batch.rows]))
+def _add_episode(
+    episode: Episode, sequence: int, prompt: int, rows: list[Row], columns: dict[str, list[float]]
+) -> None:
+    first, before = len(columns["turn"]), 0
+    for segment in () if episode.masked else episode.segments:
+        places = tuple(i for i, trained in enumerate(segment.trained) if trained)
+        turns = segment.turns
+        if places:
+            rows.append(Row(segment.token_ids, places, sequence, prompt))
+            logps = [segment.logps[i] for i in places]
+            if not all(map(math.isfinite, logps)):
+                raise TrainingError(
+                    f"engine: episode {episode.index} of task {episode.task_key!r} has a trained "
+                    "token that its sampler gave the log-prob "
+                    f"{min(logps, key=lambda p: (math.isfinite(p), p))}: it cannot have been sampled"
+                )
+            columns["engine_logp"] += logps
+            columns["reward"] += [segment.rewards[i] if segment.rewards else 0.0 for i in places]
+            columns["turn"] += [before + turns[i] for i in places]
+        before += 1 + max(turns, default=-1)
+    _place_turn_rewards(episode.rewards, columns["turn"], columns["reward"], first)
+
+
+def _place_turn_rewards(
+    rewards: Sequence[float], turns: Sequence[float], column: list[float], first: int
+) -> None:
+    """A turn's reward arrives at its last trained token, or at the last one before it; a turn that
+    no trained token has led to cannot teach anything.
+    """
+    for turn, reward in enumerate(rewards):
+        last = bisect_right(turns, turn, lo=first) - 1
+        if last >= first:
+            column[last] += reward
 
 
 def pack_samples(samples: Sequence[Sample]) -> Batch:
@@ -152,3 +216,27 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
             rows.append(Row(sample.token_ids, places, index, index))
             weights.extend(sample.weights[i] for i in places)
     return Batch(tuple(rows), {"weight": torch.tensor(weights)})
+
+
+def pack_pairs(pairs: Sequence[Pair]) -> Batch:
+    """Both halves of a pair are one sequence, so they are never cut apart; `side` tells them
+    apart.
+    """
+    rows: list[Row] = []
+    sides: list[float] = []
+    for index, pair in enumerate(pairs):
+        for sample, side in ((pair.chosen, 1.0), (pair.rejected, -1.0)):
+            rows.append(Row(sample.token_ids, sample.trained, index, index))
+            sides += [side] * len(sample.trained)
+    return Batch(tuple(rows), {"side": torch.tensor(sides)})
+
+
+def after_the_end(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Each row with one more place to predict, right after its last trained token: the hidden state
+    there is that of the finished reply. What the token there would be plays no part.
+    """
+    found = []
+    for row in rows:
+        end = row.trained[-1] + 1
+        found.append(replace(row, token_ids=(*row.token_ids[:end], 0), trained=(*row.trained, end)))
+    return tuple(found)

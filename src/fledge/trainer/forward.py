@@ -32,8 +32,6 @@ class Plan:
     layout: PackedLayout
     predictors: Tensor
     targets: Tensor
-    sequence: Tensor
-    sequences: int
 
     @classmethod
     def of(cls, rows: Sequence[Row], device: torch.device) -> Plan:
@@ -43,8 +41,6 @@ class Plan:
         predictors: list[int] = []
         targets: list[int] = []
         prompts: dict[tuple[int, ...], int] = {}
-        numbers: dict[int, int] = {}
-        sequence: list[int] = []
         for row in rows:
             prompt = row.token_ids[: row.prefix]
             if prompt not in prompts:
@@ -62,16 +58,12 @@ class Plan:
                 inside = before - row.prefix
                 predictors.append(start + inside if inside >= 0 else prompts[prompt] + before)
                 targets.append(row.token_ids[place])
-            number = numbers.setdefault(row.sequence, len(numbers))
-            sequence.extend([number] * len(row.trained))
         return cls(
             tokens=torch.tensor(tokens, device=device),
             places=torch.tensor(places, device=device),
             layout=PackedLayout.of(spans, device),
             predictors=torch.tensor(predictors, device=device),
             targets=torch.tensor(targets, device=device),
-            sequence=torch.tensor(sequence, device=device),
-            sequences=len(numbers),
         )
 
 
