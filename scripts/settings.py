@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from fledge.config.load import walk_keys
-from fledge.config.schema import SftConfig, TrainConfig
+from fledge.config.schema import PreferConfig, SftConfig, TrainConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 
@@ -26,9 +26,14 @@ command line write `key=value`. A setting of type *plug-in* is a built-in name, 
 """
 
 
+COMMON = (
+    "`run_dir`, `seed`, `steps`, `threads`, `console`, `model`, `optim`, `checkpoint` and "
+    "`tracking` are as above.\n"
+)
+
+
 def page() -> str:
     """The whole page."""
-    supervised = [(k, f) for k, f in walk_keys(SftConfig) if k.startswith("data.")]
     return "\n".join(
         [
             HEAD,
@@ -36,9 +41,11 @@ def page() -> str:
             *table((k, f) for k, f in walk_keys(TrainConfig) if "warm_start.optim" not in k),
             "\n`warm_start.optim` has the keys of `optim`.",
             "\n## `fledge sft`\n",
-            "`run_dir`, `seed`, `steps`, `threads`, `console`, `model`, `optim`, `checkpoint` and "
-            "`tracking` are as above.\n",
-            *table(supervised),
+            COMMON,
+            *table((k, f) for k, f in walk_keys(SftConfig) if k.startswith("data.")),
+            "\n## `fledge prefer`\n",
+            COMMON,
+            *table((k, f) for k, f in walk_keys(PreferConfig) if k.startswith(("data.", "loss"))),
             "",
         ]
     )

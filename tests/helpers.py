@@ -191,3 +191,23 @@ def shake_adapters(policy: Policy, seed: int = 3, scale: float = 0.2) -> None:
             if "lora_B" in name:
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(noise * scale)
+
+
+class ExactNorm(torch.nn.Module):
+    """RMSNorm in the precision of its input; Hugging Face's rounds to fp32 on the way."""
+
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.weight, self.epsilon = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * (x.square().mean(-1, keepdim=True) + self.epsilon).rsqrt()
+
+
+def make_exact(model: torch.nn.Module) -> torch.nn.Module:
+    """Double precision from end to end, so that 1e-10 means something."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child).__name__.endswith("RMSNorm"):
+                setattr(module, name, ExactNorm(child))
+    return model.double()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import fledge
 from fledge.config.load import walk_keys
-from fledge.config.schema import SftConfig, TrainConfig
+from fledge.config.schema import PreferConfig, SftConfig, TrainConfig
 
 SOURCE = Path(fledge.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -67,9 +67,9 @@ KEYS = {
 SFT_DATA = {"train", "eval_size", "batch_size", "max_tokens"}
 
 PUBLIC = {
-    "Environment", "FledgeError", "Message", "SftConfig", "Step", "Task", "TrainConfig",
-    "__version__", "assistant", "check_env", "evaluate", "load_config", "sft", "system", "train",
-    "user",
+    "Environment", "FledgeError", "Message", "PreferConfig", "SftConfig", "Step", "Task",
+    "TrainConfig", "__version__", "assistant", "check_env", "evaluate", "load_config", "prefer",
+    "sft", "system", "train", "user",
 }  # fmt: skip
 
 
@@ -178,7 +178,9 @@ def test_configuration_keys_are_these():
     warm_start |= {f"warm_start.{k}" for k in KEYS if k.startswith("optim.")}
     assert {key for key, _ in walk_keys(TrainConfig)} == KEYS | warm_start
     common = {k for k in KEYS if k.split(".")[0] in CommonSections}
-    assert {key for key, _ in walk_keys(SftConfig)} == common | {f"data.{k}" for k in SFT_DATA}
+    supervised = common | {f"data.{k}" for k in SFT_DATA}
+    assert {key for key, _ in walk_keys(SftConfig)} == supervised
+    assert {key for key, _ in walk_keys(PreferConfig)} == supervised | {"loss"}
 
 
 CommonSections = {

@@ -98,9 +98,10 @@ def test_links_and_pictures_exist():
 
 def test_documents_name_only_keys_that_exist():
     from fledge.config.load import walk_keys
-    from fledge.config.schema import SftConfig, TrainConfig
+    from fledge.config.schema import PreferConfig, SftConfig, TrainConfig
 
-    known = {key for schema in (TrainConfig, SftConfig) for key, _ in walk_keys(schema)}
+    schemas = (TrainConfig, SftConfig, PreferConfig)
+    known = {key for schema in schemas for key, _ in walk_keys(schema)}
     sections = {key.rpartition(".")[0] for key in known} - {""}
     for page in PAGES:
         for word in re.findall(r"`([a-z_]+\.[a-z_.]+)(?:[=:][^`]*)?`", page.read_text()):

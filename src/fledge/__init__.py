@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fledge.config import SftConfig, TrainConfig, load_config
+    from fledge.config.schema import PreferConfig
     from fledge.envs import Environment, check_env
     from fledge.errors import FledgeError
-    from fledge.orchestration import evaluate, sft, train
+    from fledge.orchestration import evaluate, prefer, sft, train
     from fledge.types import Message, Step, Task, assistant, system, user
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ _HOME = {
     "Environment": "fledge.envs",
     "FledgeError": "fledge.errors",
     "Message": "fledge.types",
+    "PreferConfig": "fledge.config.schema",
     "SftConfig": "fledge.config",
     "Step": "fledge.types",
     "Task": "fledge.types",
@@ -31,6 +33,7 @@ _HOME = {
     "check_env": "fledge.envs",
     "evaluate": "fledge.orchestration",
     "load_config": "fledge.config",
+    "prefer": "fledge.orchestration",
     "sft": "fledge.orchestration",
     "system": "fledge.types",
     "train": "fledge.orchestration",
@@ -41,6 +44,7 @@ __all__ = [
     "Environment",
     "FledgeError",
     "Message",
+    "PreferConfig",
     "SftConfig",
     "Step",
     "Task",
@@ -50,6 +54,7 @@ __all__ = [
     "check_env",
     "evaluate",
     "load_config",
+    "prefer",
     "sft",
     "system",
     "train",

@@ -70,16 +70,17 @@ def rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
         found[f"outcome/{outcome.value}_frac"] = fmean(
             float(e.outcome is outcome) for e in everything
         )
-    found |= _info_means(e.info for e in episodes)
+    found |= _means("env", (e.info for e in episodes))
+    found |= _means("reward/part", (e.components for e in episodes))
     return found
 
 
-def _info_means(infos: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def _means(prefix: str, infos: Iterable[Mapping[str, float]]) -> dict[str, float]:
     ledger = Ledger()
     for info in infos:
         for name, value in info.items():
             if math.isfinite(value):
-                ledger.add(f"env/{name}", value, 1)
+                ledger.add(f"{prefix}/{name}", value, 1)
     return ledger.drain()
 
 

@@ -207,7 +207,7 @@ class Episode:
 
     @property
     def response_length(self) -> int:
-        return sum(sum(s.trained) for s in self.segments)
+        return sum(s.trained.count(True) for s in self.segments)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def run(base, folder, steps, *overrides):
         "env": {"name": "reward", "function": length},
         "data": {"train": {"name": prompts}},
         "rollout": {"group_size": 3, "groups_per_step": 2, "max_new_tokens": 5},
-        "algorithm": {"kl_coef": 0.01},
+        "algorithm": {"kl": {"coef": 0.01}},
         "optim": {"lr": 1e-2},
         "checkpoint": {"every": 2},
     }

@@ -67,7 +67,7 @@ def config(folder, *overrides):
         },
         "data": {"train": "tasks.jsonl", "eval_size": 2},
         "rollout": {"group_size": SAMPLES, "groups_per_step": GROUPS, "max_new_tokens": 6},
-        "algorithm": {"name": "reinforce", "kl_coef": 0.01},
+        "algorithm": {"name": "reinforce", "kl": {"coef": 0.01}},
         "optim": {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 3},
         "eval": {"every": 7},
         "checkpoint": {"every": 3},

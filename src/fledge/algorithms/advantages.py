@@ -1,59 +1,100 @@
-"""Advantage estimators: from the rewards of episodes to one number per episode. Pure functions.
+"""Advantages from the episodes of one task: `(group) -> one number per episode`, and the names of
+all estimators. Those that look at a whole batch or at single tokens are in `returns`.
 
-A group function `(episodes of one task) -> list[float]` is applied group by group. An estimator
-with memory is a class with `__call__(groups) -> list[list[float]]`, `state()` and `restore(state)`;
-its state is part of the checkpoint.
+Rewards are measured from the first one before they are averaged, so that a group whose rewards are
+all equal, or a group of one, gets exactly 0: it says nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean, stdev
+from collections.abc import Callable, Sequence
+from math import sqrt
 from typing import Any
 
-from fledge.types import Episode, Group
+from fledge.algorithms.returns import (
+    Reinforce,
+    distillation,
+    gae,
+    gdpo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    remax,
+    turn,
+)
+from fledge.errors import PluginError
+from fledge.types import Episode
 
 
 def grpo(group: Sequence[Episode], *, scale_by_std: bool = True) -> list[float]:
-    r"""Group-relative: $A_i = (r_i - \\bar r) / (\\mathrm{std} + 10^{-6})$, std unbiased
+    r"""Group-relative: $A_i = (r_i - \bar r) / (\mathrm{std} + 10^{-6})$, std unbiased
     (arXiv:2402.03300).
 
-    `scale_by_std=False` is Dr. GRPO (arXiv:2503.20783). A group of one, or one without spread, says
-    nothing: all zeros.
+    `scale_by_std=False` is Dr. GRPO (arXiv:2503.20783).
+    """
+    deviations = _deviations([e.reward for e in group])
+    if not scale_by_std:
+        return deviations
+    scale = sqrt(sum(d * d for d in deviations) / max(1, len(group) - 1)) + 1e-6
+    return [d / scale for d in deviations]
+
+
+def rloo(group: Sequence[Episode]) -> list[float]:
+    r"""Leave-one-out: $A_i = r_i - \frac{1}{n-1}\sum_{j \ne i} r_j = (r_i - \bar r)\frac{n}{n-1}$
+    (arXiv:2402.14740).
+    """
+    scale = len(group) / max(1, len(group) - 1)
+    return [d * scale for d in _deviations([e.reward for e in group])]
+
+
+def maxrl(group: Sequence[Episode]) -> list[float]:
+    r"""Maximum likelihood: $A_i = (r_i - \bar r) / (\bar r + 10^{-6})$ (arXiv:2602.02710).
+
+    With rewards of 0 and 1, a task that succeeds with probability p weighs about 1/p. The mean
+    stands for that probability, so rewards below 0 have no meaning here.
     """
     rewards = [e.reward for e in group]
-    if len(rewards) < 2 or min(rewards) == max(rewards):
-        return [0.0] * len(rewards)
-    mean = fmean(rewards)
-    scale = stdev(rewards) + 1e-6 if scale_by_std else 1.0
-    return [(r - mean) / scale for r in rewards]
+    for episode, reward in zip(group, rewards, strict=True):
+        if reward < 0:
+            raise PluginError(
+                "algorithm.advantage: maxrl needs rewards of 0 or more, but episode "
+                f"{episode.index} of task {episode.task_key!r} has {reward:g}"
+            )
+    scale = sum(rewards) / max(1, len(rewards)) + 1e-6
+    return [d / scale for d in _deviations(rewards)]
 
 
-class Reinforce:
-    r"""REINFORCE: $A_i = r_i - b$, with b a running average of earlier batch means (0 before the
-    first batch).
-
-    The baseline never contains the batch it is subtracted from, so it does not bias the gradient.
+def opo(group: Sequence[Episode]) -> list[float]:
+    r"""The baseline of least variance, where long replies count more:
+    $A_i = r_i - \sum_j l_j r_j / \sum_j l_j$ (arXiv:2505.23585), with $l_j$ trained tokens.
     """
-
-    def __init__(self, *, baseline: bool = True, decay: float = 0.9) -> None:
-        self.baseline = baseline
-        self.decay = decay
-        self.average: float | None = None
-
-    def __call__(self, groups: Sequence[Group]) -> list[list[float]]:
-        rewards = [[e.reward for e in g.episodes] for g in groups]
-        baseline = (self.average or 0.0) if self.baseline else 0.0
-        mean = fmean(r for row in rewards for r in row)
-        before = mean if self.average is None else self.average
-        self.average = self.decay * before + (1 - self.decay) * mean
-        return [[r - baseline for r in row] for row in rewards]
-
-    def state(self) -> dict[str, Any]:
-        return {"average": self.average}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.average = state["average"]
+    lengths = [e.response_length for e in group]
+    if not any(lengths):
+        return [0.0] * len(group)
+    return _deviations([e.reward for e in group], lengths)
 
 
-ADVANTAGES: dict[str, Callable[..., Any]] = {"grpo": grpo, "reinforce": Reinforce}
+def _deviations(rewards: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:
+    """From the mean, or from the weighted one."""
+    shifted = [r - rewards[0] for r in rewards]
+    if weights is None:
+        mean = sum(shifted) / max(1, len(shifted))
+    else:
+        mean = sum(w * s for w, s in zip(weights, shifted, strict=True)) / sum(weights)
+    return [s - mean for s in shifted]
+
+
+ADVANTAGES: dict[str, Callable[..., Any]] = {
+    "grpo": grpo,
+    "reinforce": Reinforce,
+    "rloo": rloo,
+    "reinforce++": reinforce_pp,
+    "reinforce++_baseline": reinforce_pp_baseline,
+    "gae": gae,
+    "maxrl": maxrl,
+    "opo": opo,
+    "gdpo": gdpo,
+    "remax": remax,
+    "turn": turn,
+    "distillation": distillation,
+}
+"""What `algorithm.advantage` may name."""

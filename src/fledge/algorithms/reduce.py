@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from fledge.errors import ConfigError
+
 REDUCTIONS = ("token_mean", "sequence_mean", "sequence_mean_token_sum_norm", "prompt_mean")
 
 
@@ -18,7 +20,7 @@ def token_weights(
     counts: Sequence[int],
     sequences: Sequence[int],
     prompts: Sequence[int],
-    max_length: int,
+    max_length: int | None = None,
 ) -> list[float]:
     """One weight per row, for each of its trained tokens.
 
@@ -29,11 +31,16 @@ def token_weights(
     sequence_mean_token_sum_norm: mean over sequences of token sums divided by a fixed length (Dr.
     GRPO). prompt_mean: mean over prompts of token means.
 
-    >>> token_weights("token_mean", [1, 3], [0, 1], [0, 0], 8)
+    >>> token_weights("token_mean", [1, 3], [0, 1], [0, 0])
     [0.25, 0.25]
-    >>> token_weights("sequence_mean", [1, 3], [0, 1], [0, 0], 8)
+    >>> token_weights("sequence_mean", [1, 3], [0, 1], [0, 0])
     [0.5, 0.16666666666666666]
     """
+    if reduction == "sequence_mean_token_sum_norm" and max_length is None:
+        raise ConfigError(
+            "algorithm.norm_length: sequence_mean_token_sum_norm divides by a fixed length, and "
+            "none is set"
+        )
     per_sequence: Counter[int] = Counter()
     per_prompt: Counter[int] = Counter()
     for count, sequence, prompt in zip(counts, sequences, prompts, strict=True):
@@ -51,7 +58,7 @@ def token_weights(
         if reduction == "sequence_mean":
             return 1 / (alive_sequences * per_sequence[sequences[row]])
         if reduction == "sequence_mean_token_sum_norm":
-            return 1 / (alive_sequences * max_length)
+            return 1 / (alive_sequences * (max_length or 1))
         if reduction == "prompt_mean":
             return 1 / (alive_prompts * per_prompt[prompts[row]])
         raise ValueError(f"unknown reduction {reduction!r}")

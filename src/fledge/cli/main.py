@@ -62,7 +62,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the stack trace of an
 """Declared on each command for its help; `run` reads it: errors come before parsing, too."""
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="The run_dir of a run.")]
-TAKES_SETTINGS = ("train", "sft", "eval", "env")
+TAKES_SETTINGS = ("train", "sft", "prefer", "eval", "env")
 
 
 def _print_version(asked: bool) -> None:
@@ -129,6 +129,28 @@ def sft(
     from fledge.orchestration import sft as run_sft
 
     return _close(run_sft(resolved), resolved.config.run_dir, show.sft_summary)
+
+
+@app.command()
+def prefer(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or a built-in name.")],
+    settings: Settings = None,
+    smoke: Smoke = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> int:
+    """Learn from preference pairs (a policy or a reward model), or resume the run in run_dir."""
+    from fledge.cli import show
+    from fledge.config import load_config
+    from fledge.config.schema import PreferConfig
+
+    resolved = load_config(PreferConfig, recipe, settings or [], smoke=smoke)
+    if dry_run:
+        print(show.settings_table(resolved))
+        return 0
+    from fledge.orchestration import prefer as run_prefer
+
+    return _close(run_prefer(resolved), resolved.config.run_dir, show.prefer_summary)
 
 
 @app.command("eval")
@@ -262,7 +284,7 @@ def run(argv: list[str]) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except Stopped:
-        resumable = argv[0] in ("train", "sft")
+        resumable = argv[0] in ("train", "sft", "prefer")
         how = "; give the same command again to continue from the last checkpoint"
         print(f"stopped{how if resumable else ''}", file=sys.stderr)
         return 130
@@ -313,9 +335,10 @@ def _usage(error: Any, argv: Sequence[str]) -> str:
 
 
 def _is_setting(name: str) -> bool:
-    from fledge.config import SftConfig, TrainConfig
+    from fledge.config.schema import PreferConfig, SftConfig, TrainConfig
 
-    return name.partition(".")[0] in {*TrainConfig.model_fields, *SftConfig.model_fields}
+    schemas = (TrainConfig, SftConfig, PreferConfig)
+    return any(name.partition(".")[0] in schema.model_fields for schema in schemas)
 
 
 def _system_error(error: Exception) -> int | None:

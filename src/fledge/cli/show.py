@@ -48,6 +48,24 @@ def sft_summary(report: Mapping[str, Any], run_dir: str, cost: str) -> str:
     return "\n".join(lines)
 
 
+def prefer_summary(report: Mapping[str, Any], run_dir: str, cost: str) -> str:
+    """The end of `fledge prefer`: how many held-out pairs are in the right order, and what next."""
+    lines = [""]
+    found = report["evaluations"]
+    scores = [(step, found[step]["accuracy"]) for step in found if "accuracy" in found[step]]
+    if scores:
+        lines.append("held-out accuracy (pairs in the right order)")
+        lines += [f"  {'before' if step == '0' else 'after':<6}  {a:.3f}" for step, a in scores]
+        lines.append("")
+    if report["trained"] == "a policy":
+        return "\n".join(
+            [*lines, *_ending(report, run_dir, cost), f"      fledge export {run_dir} OUT"]
+        )
+    lines += [f"time: {cost}", f"reward model: {report['model']}"]
+    lines.append(f"next: fledge train RECIPE reward_model.path={report['model']}")
+    return "\n".join(lines)
+
+
 def _stages(report: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Named evaluations in the order of training."""
     warm = report.get("before")

@@ -4,6 +4,7 @@ remembers where it came from.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -17,12 +18,13 @@ from typing import Any, Generic, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from fledge.config.presets import PRESETS, default_rate
 from fledge.config.schema import (
     MAY_CHANGE_ON_RESUME,
-    PRESETS,
     SMOKE,
     CommonConfig,
     Plugin,
+    PreferConfig,
     TrainConfig,
 )
 from fledge.errors import ConfigError
@@ -58,7 +60,7 @@ class Resolved(Generic[C]):
         return "default"
 
     def was_set(self, key: str) -> bool:
-        return self.origin(key) != "default"
+        return not self.origin(key).startswith("default")
 
     def table(self) -> list[tuple[str, str, str]]:
         return [(key, json.dumps(value), self.origin(key)) for key, value in self.values().items()]
@@ -120,6 +122,7 @@ def load_config(
         layers.append(("override", _nest(key.strip(), _parse_value(text))))
     if issubclass(schema, TrainConfig):
         layers.insert(0, _preset_layer(layers))
+    layers.insert(0, _rate_layer(schema, layers))
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for origin, layer in layers:
@@ -142,13 +145,36 @@ def _smoke_layer(resolved: Resolved[Any]) -> dict[str, Any]:
     return layer
 
 
-def _preset_layer(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, dict[str, Any]]:
-    name = "grpo"
-    for _, layer in layers:
-        section = layer.get("algorithm")
-        if isinstance(section, Mapping):
-            name = section.get("name", name)
-    return f"preset {name}", {"algorithm": PRESETS.get(str(name), {})}
+Layers = Sequence[tuple[str, Mapping[str, Any]]]
+
+
+def _preset_layer(layers: Layers) -> tuple[str, dict[str, Any]]:
+    name = str(_last(layers, "algorithm", "name", "grpo"))
+    return f"preset {name}", {"algorithm": copy.deepcopy(PRESETS.get(name, {}))}
+
+
+def _rate_layer(schema: type[Any], layers: Layers) -> tuple[str, dict[str, Any]]:
+    """The learning rate that fits the method, for recipes that name none."""
+    method = "train" if issubclass(schema, TrainConfig) else "sft"
+    if issubclass(schema, PreferConfig):
+        loss = next((layer["loss"] for _, layer in reversed(layers) if "loss" in layer), "dpo")
+        loss = loss.get("name") if isinstance(loss, Mapping) else loss
+        method = "reward_model" if loss == "bradley_terry" else "prefer"
+    lora = any(
+        isinstance(layer.get("model"), Mapping) and layer["model"].get("lora") is not None
+        for _, layer in layers
+    )
+    origin, rate = default_rate(method, lora)
+    return origin, {"optim": {"lr": rate}}
+
+
+def _last(layers: Layers, section: str, key: str, default: Any) -> Any:
+    """The value that the highest layer gives to a key."""
+    for _, layer in reversed(layers):
+        found = layer.get(section)
+        if isinstance(found, Mapping) and key in found:
+            return found[key]
+    return default
 
 
 def _read_recipe(recipe: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -220,7 +246,8 @@ def _merge(
         if isinstance(old, str) and isinstance(value, Mapping) and "name" not in value:
             into[key] = old = {"name": old}  # `loss: clipped` followed by loss.high=0.28
             origins[f"{path}.name"] = origins.pop(path, origin)
-        if isinstance(value, Mapping) and isinstance(old, dict) and not _renames(old, value):
+        replaced = path != "algorithm" and isinstance(old, dict) and _renames(old, value)
+        if isinstance(value, Mapping) and isinstance(old, dict) and not replaced:
             _merge(old, value, origin, origins, f"{path}.")
         else:
             for stale in [k for k in origins if k.startswith(f"{path}.")]:
@@ -232,9 +259,11 @@ def _merge(
                 origins[path] = origin
 
 
-def _renames(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+def _renames(old: Mapping[str, Any], new: Any) -> bool:
     """Another plug-in replaces the old one whole: its arguments mean nothing to the new one."""
-    return "name" in old and "name" in new and old["name"] != new["name"] and "advantage" not in old
+    return (
+        isinstance(new, Mapping) and "name" in old and new.get("name", old["name"]) != old["name"]
+    )
 
 
 def _validate(schema: type[C], merged: Mapping[str, Any], origins: Mapping[str, str]) -> C:

@@ -4,13 +4,12 @@ recipe, so that everything in them can be replaced.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, get_args
 
 from fledge.config.schema import PresetName
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": {},
+    "grpo": {"advantage": "grpo", "loss": "clipped", "reduction": "token_mean"},
     "dr_grpo": {
         "advantage": {"name": "grpo", "scale_by_std": False},
         "reduction": "sequence_mean_token_sum_norm",
@@ -49,12 +48,11 @@ LEARNING_RATES = {"train": 1e-6, "sft": 1e-5, "prefer": 5e-7, "reward_model": 1e
 """Of full fine-tuning of models of a real size, by method."""
 
 
-def default_rate(method: str, model: Any) -> tuple[str, float]:
+def default_rate(method: str, lora: bool) -> tuple[str, float]:
     """The learning rate of a recipe that names none, and what to call its origin.
 
-    >>> default_rate("sft", {"lora": {"rank": 8}})
+    >>> default_rate("sft", lora=True)
     ('default of sft with LoRA', 0.0001)
     """
-    adapted = isinstance(model, Mapping) and model.get("lora") is not None
-    rate = LEARNING_RATES[method] * (ADAPTERS_WANT if adapted else 1.0)
-    return f"default of {method} with {'LoRA' if adapted else 'all weights'}", rate
+    rate = LEARNING_RATES[method] * (ADAPTERS_WANT if lora else 1.0)
+    return f"default of {method} with {'LoRA' if lora else 'all weights'}", rate

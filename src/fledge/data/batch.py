@@ -14,6 +14,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -70,6 +71,9 @@ class Batch:
         )
         return replace(self, columns={**self.columns, **columns})
 
+    def without(self, name: str) -> Batch:
+        return replace(self, columns={n: c for n, c in self.columns.items() if n != name})
+
     def per_row(self, values: Sequence[float]) -> Tensor:
         """A column that repeats one value per row for each of its trained tokens."""
         counts = torch.tensor([len(r.trained) for r in self.rows])
@@ -90,13 +94,11 @@ class Batch:
 
         The rows of a sequence stay together: losses that compare whole sequences need them.
         """
-        together: dict[int, list[int]] = {}
-        for index, row in enumerate(self.rows):
-            together.setdefault(row.sequence, []).append(index)
         cuts: list[list[int]] = []
         used = 0
         prompt: tuple[int, ...] | None = None
-        for indices in together.values():
+        for _, found in groupby(range(len(self.rows)), lambda i: self.rows[i].sequence):
+            indices = list(found)
             cost, last = self._cost(indices, prompt)
             if not cuts or used + cost > token_budget:
                 cuts.append([])
@@ -181,11 +183,11 @@ def _add_episode(
         if places:
             rows.append(Row(segment.token_ids, places, sequence, prompt))
             logps = [segment.logps[i] for i in places]
-            if not all(map(math.isfinite, logps)):
+            odd = [logp for logp in logps if not math.isfinite(logp)]
+            if odd:
                 raise TrainingError(
                     f"engine: episode {episode.index} of task {episode.task_key!r} has a trained "
-                    "token that its sampler gave the log-prob "
-                    f"{min(logps, key=lambda p: (math.isfinite(p), p))}: it cannot have been sampled"
+                    f"token with the log-prob {odd[0]}, so it cannot have been sampled"
                 )
             columns["engine_logp"] += logps
             columns["reward"] += [segment.rewards[i] if segment.rewards else 0.0 for i in places]

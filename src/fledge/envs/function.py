@@ -1,4 +1,5 @@
-"""A single-turn environment out of a plain reward function: `(prompt, response, meta) -> float`.
+"""A single-turn environment out of a plain reward function: `(prompt, response, meta) -> float`, or
+-> `{name: float}` for a reward with named parts.
 
 It asks once, scores the reply, and ends. It never turns a failed grader into a reward: what the
 function raises goes up.
@@ -7,7 +8,7 @@ function raises goes up.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -26,11 +27,9 @@ def _load(function: str | Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
-RewardFunction = Annotated[
-    Callable[[str, str, Mapping[str, Any]], float | Awaitable[float]], BeforeValidator(_load)
-]
+RewardFunction = Annotated[Callable[[str, str, Mapping[str, Any]], Any], BeforeValidator(_load)]
 """`"module:name"` in a recipe; resolved and checked once, when the recipe's arguments are
-validated.
+validated. It returns a number, or the named parts of a reward: `{"right": 1.0, "short": 0.3}`.
 """
 
 
@@ -38,10 +37,13 @@ class RewardEnvironment(Environment[Task]):
     """Ask `task.data[prompt_key]` (text or a list of messages), reward the one reply with
     `function`.
 
-    `prompt` is the text of the last message asked, `meta` the whole row.
+    `prompt` is the text of the last message asked, `meta` the whole row. Without a function the
+    reward is 0, for runs whose reward is a model's.
     """
 
-    def __init__(self, task: Task, *, function: RewardFunction, prompt_key: str = "prompt") -> None:
+    def __init__(
+        self, task: Task, *, function: RewardFunction | None = None, prompt_key: str = "prompt"
+    ) -> None:
         super().__init__(task)
         if prompt_key not in task.data:
             raise DataError(
@@ -55,6 +57,8 @@ class RewardEnvironment(Environment[Task]):
         return self.prompt
 
     async def step(self, reply: Message) -> Step:
+        if self.function is None:
+            return Step(terminated=True)
         # A copy: a function that changes its row must not reach the other episodes of the group.
         arguments = (self.prompt[-1].content, reply.content, dict(self.task.data))
         if _is_async(self.function):
@@ -66,6 +70,9 @@ class RewardEnvironment(Environment[Task]):
             reward = await reward
         name = getattr(self.function, "__name__", type(self.function).__name__)
         where = f"env.function: {name}, task {self.key!r},"
+        if isinstance(reward, Mapping):
+            parts = {str(part): reward_of(v, f"{where} {part}") for part, v in reward.items()}
+            return Step(components=parts, terminated=True)
         return Step(reward=reward_of(reward, where), terminated=True)
 
 

@@ -69,6 +69,11 @@ class Policy:
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
+    def parameters(self) -> int:
+        """How many numbers the model has, adapters included."""
+        return sum(p.numel() for p in self.module.parameters())
+
+    @property
     def config(self) -> PretrainedConfig:
         return self.model.config
 
@@ -106,8 +111,17 @@ class Policy:
 _NOT_IDENTITY = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"}
 
 
-def load_policy(config: ModelConfig, seed: int) -> Policy:
-    """The model a recipe asks for, ready to train and to generate from."""
+def load_policy(config: ModelConfig, seed: int, key: str = "model.path") -> Policy:
+    """The model a recipe asks for, ready to train and to generate from; `key` is the setting that
+    named it.
+    """
+    try:
+        return _load(config, seed)
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.path", key, 1)) from error
+
+
+def _load(config: ModelConfig, seed: int) -> Policy:
     path = _locate(config.path)
     hf_config = _with_overrides(_read_config(path), config.overrides)
     tokenizer = _read_tokenizer(path)

@@ -18,5 +18,5 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden_NH: Tensor) -> Tensor:
-        value: Tensor = self.linear(hidden_NH.float())[:, 0]
+        value: Tensor = self.linear(hidden_NH.to(self.linear.weight.dtype))[:, 0]
         return value

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fledge.orchestration.stages import evaluate, open_run, sft, train
+    from fledge.orchestration.stages import evaluate, open_run, prefer, sft, train
 
-__all__ = ["evaluate", "open_run", "sft", "train"]
+__all__ = ["evaluate", "open_run", "prefer", "sft", "train"]
 
 
 def __getattr__(name: str) -> Any:

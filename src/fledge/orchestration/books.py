@@ -14,12 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from fledge.config import Resolved
 from fledge.errors import ConfigError
-from fledge.interfaces import Trainer
 from fledge.log import Clock
 from fledge.orchestration.checkpoint import Checkpoints, check_identity
 from fledge.orchestration.console import make_console
@@ -166,9 +166,15 @@ class Books:
         return found
 
     def save(
-        self, step: int, trainer: Trainer, state: Mapping[str, Any], score: float | None = None
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        state: Mapping[str, Any],
+        score: float | None = None,
     ) -> None:
-        """A checkpoint of `step`; what was recorded up to it is made durable first."""
+        """A checkpoint of `step`, whose files `write` puts into a directory; what was recorded up
+        to it is made durable first.
+        """
         with self.clock.span("save"):
             self.run_dir.sync()
             whole = {
@@ -177,7 +183,7 @@ class Books:
                 "steps": self.resolved.config.steps,
                 "seconds": self.seconds(),
             }
-            self.checkpoints.save(step, trainer.save, whole, score)
+            self.checkpoints.save(step, write, whole, score)
             self.saved_step = step
 
     def seconds(self) -> float:

@@ -123,6 +123,8 @@ def duration(seconds: float) -> str:
 _SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
     "reward/mean": ("reward", "{:.2f}".format),
     "sft/loss": ("loss", "{:.3f}".format),
+    "pair/accuracy": ("accuracy", "{:.2f}".format),
+    "pair/margin": ("margin", "{:.3f}".format),
     "response/len_mean": ("len", "{:.1f}".format),
     "policy/entropy": ("entropy", "{:.2f}".format),
     "optim/grad_norm": ("grad", "{:.2g}".format),
@@ -295,7 +297,7 @@ class View:
         self._pace.step(step, metrics.get("time/total"))
         self._latest = {**self._latest, **metrics}
         for name, value in metrics.items():
-            if name in ("reward/mean", "sft/loss") or _is_evaluation(name):
+            if name in ("reward/mean", "sft/loss", "pair/accuracy") or _is_evaluation(name):
                 self._curves.setdefault(name, []).append(value)
         times = {n.removeprefix("time/"): v for n, v in metrics.items() if n.startswith("time/")}
         if times:

@@ -15,12 +15,22 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 from fledge.data.stream import TaskStream
 from fledge.interfaces import Generator
 from fledge.types import Group, Task
+
+
+@dataclass
+class Taken:
+    """A batch of groups, those that were turned down for it, and how often new tasks were drawn."""
+
+    groups: list[Group]
+    filtered: list[Group]
+    rounds: int
 
 
 class Experience:
@@ -39,6 +49,8 @@ class Experience:
         version: int,
         last_batch: int,
         max_lag: int = 0,
+        keep: Callable[[Group], bool] | None = None,
+        max_rounds: int = 0,
     ) -> None:
         self._generator = generator
         self._stream = stream
@@ -48,6 +60,8 @@ class Experience:
         self._version = version
         self._last_batch = last_batch
         self._max_lag = max_lag
+        self._keep = keep
+        self._max_rounds = max_rounds
         self._next_batch = version
         self._in_flight: dict[int, list[asyncio.Task[Group]]] = {}
         self._positions: dict[int, Mapping[str, Any]] = {}
@@ -80,12 +94,25 @@ class Experience:
     async def _generate(self, task: Task, epoch: int, seed: int) -> Group:
         return await self._generator.generate(task, self._group_size, epoch=epoch, seed=seed)
 
-    async def take(self) -> list[Group]:
-        """The batch of the current version, complete."""
-        work = self._in_flight[self._version]
-        groups = await asyncio.gather(*work)
-        del self._in_flight[self._version]
-        return groups
+    async def take(self) -> Taken:
+        """The batch of the current version, complete. What `keep` turns down is replaced by new
+        tasks, round after round, until the batch is full or `max_rounds` are over.
+        """
+        found = Taken([], [], 0)
+        issued = self._groups_per_step
+        while True:
+            groups = await asyncio.gather(*self._in_flight[self._version])
+            for group in groups:
+                good = self._keep is None or self._keep(group)
+                (found.groups if good else found.filtered).append(group)
+            missing = self._groups_per_step - len(found.groups)
+            if not missing or found.rounds == self._max_rounds:
+                del self._in_flight[self._version]
+                return found
+            found.rounds += 1
+            more = range(issued, issued + missing)
+            self._in_flight[self._version] = [self._play(self._version, i) for i in more]
+            issued += missing
 
     def advance(self, version: int) -> None:
         """New weights are served: the window moves on."""

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fledge.errors import TrainingError
 from fledge.types import Group
 
 PATIENCE = 5
@@ -21,7 +22,7 @@ MISMATCH_ALARM = {"fp32": 1e-3, "bf16": 0.5, "fp16": 0.2}
 """Largest engine/trainer log-prob difference per token that rounding can explain."""
 
 _TERMS = {
-    "term/kl": "algorithm.kl_coef is set, but the KL term has been exactly 0",
+    "term/kl": "algorithm.kl.coef is set, but the KL term has been exactly 0",
     "term/entropy": "algorithm.entropy_coef is set, but the entropy has been exactly 0",
     "term/policy": "every policy-loss term has been exactly 0: no episode differs from its "
     "baseline",
@@ -41,6 +42,7 @@ class Health:
         self.worst_mismatch = 0.0
         self.publishes = 0
         self.dropped: Counter[str] = Counter()
+        self.filtered_groups = 0
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
         """Read one step's metrics."""
@@ -80,6 +82,24 @@ class Health:
                 share = f"{len(failed)} of {played}"
                 self._say("more than a tenth of a step's episodes were dropped", step, share)
 
+    def filtered(self, step: int, filtered: int, missing: int, nothing: bool) -> None:
+        """Dynamic sampling: how much was turned down, and whether it gave up."""
+        self.filtered_groups += filtered
+        if missing:
+            self._say(
+                "the batch could not be filled with groups that have spread within "
+                "algorithm.shaping.max_rounds",
+                step,
+                f"{missing} missing",
+            )
+        self._zero_for["filter"] = self._zero_for["filter"] + 1 if nothing else 0
+        if self._zero_for["filter"] >= PATIENCE:
+            raise TrainingError(
+                f"algorithm.shaping.dynamic_sampling: for {PATIENCE} steps in a row no group had "
+                "two different rewards, so there is nothing to learn from; check the reward, raise "
+                "rollout.group_size, or stop here if the task is solved"
+            )
+
     def _say(self, text: str, step: int, detail: str = "") -> None:
         if text not in self.warnings:
             self._warn(f"step {step}: {text}{f' ({detail})' if detail else ''}")
@@ -96,6 +116,7 @@ class Health:
         self.worst_mismatch = state["worst_mismatch"]
         self.publishes = state["publishes_proven"]
         self.dropped = Counter(state["dropped_episodes"])
+        self.filtered_groups = state["filtered_groups"]
 
     def report(self) -> dict[str, Any]:
         """The health section of `report.json`."""
@@ -104,4 +125,5 @@ class Health:
             "worst_mismatch": self.worst_mismatch,
             "publishes_proven": self.publishes,
             "dropped_episodes": dict(self.dropped),
+            "filtered_groups": self.filtered_groups,
         }

@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any
 
 from fledge.algorithms import make_algorithm, token_weights
+from fledge.algorithms.shaping import has_spread, shape, shaping_metrics
 from fledge.config import Resolved, TrainConfig
+from fledge.data.batch import Batch, pack
 from fledge.data.render import make_renderer
 from fledge.data.stream import TaskStream
 from fledge.envs import make_factory
@@ -16,14 +18,15 @@ from fledge.errors import PluginError, TrainingError
 from fledge.inference import NativeEngine
 from fledge.metrics import rollout_metrics
 from fledge.models.load import Policy
+from fledge.orchestration.advice import advice
 from fledge.orchestration.books import Books
 from fledge.orchestration.evaluation import Evaluator
-from fledge.orchestration.experience import Experience
+from fledge.orchestration.experience import Experience, Taken
 from fledge.orchestration.health import Health
-from fledge.orchestration.setup import code_digests, identity, inert_settings, make_tasks
+from fledge.orchestration.learners import Learner, Learners
+from fledge.orchestration.setup import code_digests, identity, make_tasks
 from fledge.plugins import bind
 from fledge.rollout import EpisodeGenerator
-from fledge.trainer import LocalTrainer, learning_rate
 from fledge.types import Group, user
 from fledge.weights import SharedMemoryTransport
 
@@ -35,31 +38,38 @@ class Run:
         config = self.config = resolved.config
         self.steps = config.steps
         self.micro_tokens = config.optim.micro_tokens
-        self.algorithm = make_algorithm(config.algorithm)
+        self.algorithm = make_algorithm(config.algorithm, config.seed)
+        own = config.algorithm.token_reward
+        self._token_reward = (
+            None
+            if own is None
+            else bind(
+                own.name,
+                {},
+                "algorithm.token_reward",
+                positional=("segment",),
+                arguments=own.arguments,
+            )
+        )
         environment = make_factory(config.env)
         self.tasks = make_tasks(config, environment, policy)
         renderer = make_renderer(policy.tokenizer)
-        lora = config.model.lora
-        self.policy = LocalTrainer(
-            policy,
-            config.optim,
-            temperature=config.rollout.temperature,
-            plus_ratio=lora.plus_ratio if lora else 1.0,
-            gradient_checkpointing=config.model.gradient_checkpointing,
-            keep_reference="ref_logp" in self.algorithm.needs,
-        )
+        self._learners = Learners.of(config, self.algorithm, policy)
+        self.policy = self._learners.policy.trainer
         self.engine = NativeEngine(policy, config.engine.cache_mb)
         canary = renderer.start([user("canary")])
         self.weights = SharedMemoryTransport(canary, config.rollout.temperature, policy.dtype)
         self.reduce = partial(
-            token_weights, config.algorithm.reduction, max_length=config.rollout.max_new_tokens
+            token_weights,
+            config.algorithm.reduction,
+            max_length=config.algorithm.norm_length or config.rollout.max_new_tokens,
         )
         self.stream = TaskStream(self.tasks.train, config.seed, config.data.shuffle)
         title = f"{config.run_dir}: {config.algorithm.name} on {config.env.label}"
         known = {**identity(policy, self.tasks.fingerprint()), **code_digests(config)}
         self.books = Books(resolved, known, title)
         self.health = Health(self.books.warn, config.model.dtype, policy.vocabulary)
-        self._inert = inert_settings(resolved)
+        self._advice = advice(resolved, policy.parameters)
         self.generator = EpisodeGenerator(
             self.engine,
             renderer,
@@ -67,9 +77,13 @@ class Run:
             config.rollout.sampling(renderer.stop_ids),
             config.rollout.timeout,
             config.rollout.retries,
+            config.rollout.reward_weights,
+            greedy=self.algorithm.greedy,
         )
         self._evaluator = Evaluator(config, self.engine, renderer, environment, self.tasks.eval)
         self._experience: Experience | None = None
+        self._seen: list[Group] = []
+        self._sampled: dict[str, float] = {}
         self._measures = [
             bind(m.name, {}, "metrics", positional=("groups",), arguments=m.arguments)
             for m in config.metrics
@@ -82,7 +96,7 @@ class Run:
     async def begin(self) -> int:
         """Restore or start, publish with proof, evaluate what we begin from."""
         step = self.books.begin(self._restore)
-        for text in self._inert:
+        for text in self._advice:
             self.books.warn(text)
         tasks = self.tasks
         self.books.note(
@@ -96,14 +110,14 @@ class Run:
         return step
 
     def _restore(self, saved: Any) -> None:
-        self.policy.load(saved.path)
+        self._learners.load(saved.path)
         self.stream.restore(saved.state["data"])
         self.algorithm.restore(saved.state["algorithm"])
         self.health.restore(saved.state["health"])
         self.evaluations = saved.state["evaluations"]
 
     def experience(self, version: int) -> Experience:
-        rollout = self.config.rollout
+        rollout, shaping = self.config.rollout, self.config.algorithm.shaping
         self._experience = Experience(
             self.generator,
             self.stream,
@@ -112,25 +126,59 @@ class Run:
             seed=self.config.seed,
             version=version,
             last_batch=self.steps - 1,
+            keep=self._has_spread if shaping.dynamic_sampling == "filter" else None,
+            max_rounds=shaping.max_rounds if shaping.dynamic_sampling == "filter" else 0,
         )
         return self._experience
 
-    def accept(self, step: int, groups: Sequence[Group]) -> list[Group]:
+    def _has_spread(self, group: Group) -> bool:
+        return has_spread(self._shape([group])[0])
+
+    def _shape(self, groups: Sequence[Group]) -> list[Group]:
+        longest = self.config.rollout.max_new_tokens
+        return shape(groups, self.config.algorithm.shaping, longest, self._token_reward)
+
+    def accept(self, step: int, taken: Taken) -> list[Group]:
         """Write every episode down, then leave out groups in which nothing could be scored."""
-        for group in groups:
-            for episode in (*group.episodes, *group.discarded):
+        everything = [*taken.groups, *taken.filtered]
+        for group in everything:
+            extra = () if group.greedy is None else (group.greedy,)
+            for episode in (*group.episodes, *group.discarded, *extra):
                 self.books.run_dir.episode(step, group.epoch, episode)
-        self.health.dropped_episodes(step, groups)
-        usable = [g for g in groups if g.episodes]
-        if not usable:
-            first = groups[0].discarded[0]
+        self.health.dropped_episodes(step, everything)
+        self._seen = [g for g in everything if g.episodes]
+        if not self._seen:
+            first = everything[0].discarded[0]
             raise TrainingError(
                 f"env: every episode of step {step} failed ({first.outcome.value}): {first.error}"
             )
-        return usable
+        self._sampled = rollout_metrics(self._seen, step - 1)
+        if self.config.algorithm.shaping.dynamic_sampling == "filter":
+            missing = self.config.rollout.groups_per_step - len(taken.groups)
+            self.health.filtered(step, len(taken.filtered), missing, nothing=not taken.groups)
+            self._sampled["group/filtered"] = float(len(taken.filtered))
+            self._sampled["group/rounds"] = float(taken.rounds)
+        return [g for g in taken.groups if g.episodes]
 
-    def learning_rate(self, step: int) -> float:
-        return learning_rate(self.config.optim, step, self.steps)
+    def pack(self, groups: Sequence[Group]) -> Batch:
+        """Shaped rewards and exact tokens as one batch."""
+        shaped = self._shape(groups)
+        self._sampled |= shaping_metrics(groups, shaped)
+        batch = pack(shaped)
+        if self.config.rollout.cut:
+            # The engine's log-probs are those of a cut distribution: nothing may compare with them.
+            batch = batch.without("engine_logp")
+        return batch
+
+    async def score(self, batch: Batch) -> Batch:
+        """Every column that the algorithm needs, from whoever can compute it."""
+        critic = self._learners.critic
+        own = self.algorithm.needs if critic is None else self.algorithm.needs - {"value"}
+        batch = await self.policy.score(batch, own)
+        return batch if critic is None else await critic.trainer.score(batch, {"value"})
+
+    def learners(self, step: int) -> list[Learner]:
+        return self._learners.at(step)
 
     async def publish(self, version: int) -> None:
         proof = await self.weights.publish(self.policy, self.engine, version)
@@ -143,12 +191,17 @@ class Run:
             canary_gap=proof.canary_gap,
         )
 
-    async def record(self, step: int, groups: Sequence[Group], trained: dict[str, float]) -> None:
+    async def record(self, step: int, judged: dict[str, float]) -> None:
         """Metrics, evaluation and checkpoint of a finished step."""
-        metrics = {**rollout_metrics(groups, step - 1), **trained}
-        metrics |= self._user_metrics(groups)
-        metrics["perf/tokens"] = float(sum(e.response_length for g in groups for e in g.episodes))
+        metrics = {**self._sampled, **judged, **self._learners.metrics()}
+        metrics |= self._user_metrics(self._seen)
+        lengths = (e.response_length for g in self._seen for e in g.episodes)
+        metrics["perf/tokens"] = float(sum(lengths))
         self.health.look(step, metrics)
+        every = self.config.algorithm.kl.ref_every
+        if every and step % every == 0:
+            self.policy.refresh_reference()
+            self.books.note(f"step {step}: the reference is now the policy of this step")
         score = None
         if self.tasks.eval and self.books.due(step, self.config.eval.every):
             metrics |= await self._evaluate(step)
@@ -171,7 +224,7 @@ class Run:
             raise PluginError(f"metrics: {type(error).__name__}: {error}") from error
 
     def save(self, step: int, score: float | None = None) -> None:
-        self.books.save(step, self.policy, self._state(step), score)
+        self.books.save(step, self._learners.save, self._state(step), score)
 
     def _state(self, step: int) -> dict[str, Any]:
         assert self._experience is not None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fledge.config import Resolved, TrainConfig
+from fledge.config import TrainConfig
 from fledge.config.schema import CommonConfig, DataConfig, ModelConfig, spelled
 from fledge.data.render import make_renderer
 from fledge.data.tasks import (
@@ -55,7 +55,7 @@ def make_policy(config: CommonConfig, model: ModelConfig | None = None) -> Polic
     """Load the model, and settle the number of threads before anything is computed with it."""
     torch.set_num_threads(config.threads or 1)
     policy = load_policy(model or config.model, config.seed)
-    if not config.threads and sum(p.numel() for p in policy.model.parameters()) > SMALL_MODEL:
+    if not config.threads and policy.parameters > SMALL_MODEL:
         torch.set_num_threads(max(1, (os.cpu_count() or 1)))
     return policy
 
@@ -163,51 +163,13 @@ def identity(policy: Policy, data_fingerprint: str) -> dict[str, Any]:
     }
 
 
-def inert_settings(resolved: Resolved[TrainConfig]) -> list[str]:
-    """Settings that somebody made and that have no effect in this run."""
-    config, found = resolved.config, []
-    loss = config.algorithm.loss
-    if loss.name == "clipped" and config.algorithm.updates == 1:
-        found += [
-            f"algorithm.loss.{name} has no effect: with one update per batch the ratio is 1 and "
-            "nothing is clipped; set algorithm.epochs or algorithm.minibatches above 1, or drop it"
-            for name in loss.arguments
-        ]
-    evaluates = config.data.eval is not None or config.data.eval_size
-    for name in type(config.eval).model_fields:
-        if resolved.was_set(f"eval.{name}") and not evaluates:
-            found.append(
-                f"eval.{name} has no effect: there is nothing to evaluate on; set data.eval or "
-                "data.eval_size"
-            )
-    if resolved.was_set("tracking.project") and not config.tracking.to:
-        found.append("tracking.project has no effect: tracking.to is empty")
-    if config.optim.lr == 0:
-        found.append("optim.lr=0: nothing will be learned")
-    if config.model.dtype != "fp32" and not _on_gpu(config.model.device):
-        found.append(
-            f"model.dtype={config.model.dtype} saves memory but is slow on a CPU; "
-            "fp32 is faster there"
-        )
-    if config.optim.warmup_steps >= config.steps:
-        found.append(
-            f"optim.lr={config.optim.lr:g} is never reached: "
-            f"optim.warmup_steps={config.optim.warmup_steps} "
-            f"is not less than steps={config.steps}"
-        )
-    return found
-
-
-def _on_gpu(device: str) -> bool:
-    return device != "cpu" and torch.cuda.is_available()
-
-
 def code_digests(config: TrainConfig) -> dict[str, str]:
     """Hashes of the files that the recipe's own plug-ins live in, so that an edit is noticed."""
     named: dict[str, Any] = {
         "env": config.env.name,
         "algorithm.advantage": config.algorithm.advantage.name,
         "algorithm.loss": config.algorithm.loss.name,
+        **{f"algorithm.correction[{i}]": c.name for i, c in enumerate(config.algorithm.correction)},
         **{f"env.{k}": v for k, v in config.env.arguments.items()},
         **{f"metrics[{i}]": m.name for i, m in enumerate(config.metrics)},
     }

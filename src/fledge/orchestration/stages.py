@@ -1,5 +1,5 @@
-"""Whole commands as functions: `train`, `sft`, `evaluate`, and opening a run. The command line only
-prints around them.
+"""Whole commands as functions: `train`, `sft`, `prefer`, `evaluate`, and opening a run. The command
+line only prints around them.
 
 A run with a `warm_start` is two runs: a supervised one in `<run_dir>/warm_start`, and RL that
 begins from its export. Each resumes by itself.
@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 from safetensors import SafetensorError
 
+from fledge.algorithms.preferences import make_preference
 from fledge.config import Resolved, SftConfig, TrainConfig, load_config
-from fledge.config.schema import CommonConfig, ModelConfig
+from fledge.config.schema import CommonConfig, ModelConfig, PreferConfig
 from fledge.data.render import make_renderer
 from fledge.envs import make_factory
 from fledge.errors import CheckpointError, ConfigError
@@ -31,7 +33,7 @@ from fledge.orchestration.files import why, write_atomic
 from fledge.orchestration.loop import train as run_loop
 from fledge.orchestration.run import Run
 from fledge.orchestration.setup import make_policy, make_tasks
-from fledge.orchestration.supervised import SftRun
+from fledge.orchestration.supervised import PreferRun, SftRun, SupervisedRun
 
 EXPORT = "model"
 """The folder of a run that holds its export."""
@@ -53,7 +55,7 @@ def train(resolved: Resolved[TrainConfig]) -> dict[str, Any]:
             run.save(step)
         report: dict[str, Any] = {} if before is None else {"before": before}
         report |= {"evaluations": run.evaluations, "health": run.health.report()}
-        return _finish(books, run.policy.policy, step, report)
+        return _finish(books, partial(export, run.policy.policy), step, report)
 
 
 async def _run_and_close(run: Run) -> int:
@@ -67,27 +69,38 @@ def sft(resolved: Resolved[SftConfig], run_dir: str | None = None) -> dict[str, 
     """Run or resume `fledge sft`; returns the report. `run_dir` is that of the whole run, where
     this is its warm start.
     """
-    run = SftRun(resolved, make_policy(resolved.config))
+    return _supervise(SftRun(resolved, make_policy(resolved.config)), run_dir)
+
+
+def prefer(resolved: Resolved[PreferConfig]) -> dict[str, Any]:
+    """Run or resume `fledge prefer`; returns the report. Trains a policy or a reward model, as the
+    loss says.
+    """
+    return _supervise(PreferRun(resolved, make_policy(resolved.config)))
+
+
+def _supervise(run: SupervisedRun[Any, Any], run_dir: str | None = None) -> dict[str, Any]:
     with run.books as books:
         step = asyncio.run(run.train())
         if step != books.saved_step:
             run.save(step)
-        return _finish(books, run.trainer.policy, step, {}, run_dir)
+        report = {"trained": run.trains, "evaluations": run.evaluations}
+        return _finish(books, lambda folder: asyncio.run(run.export(folder)), step, report, run_dir)
 
 
 def _finish(
     books: Books,
-    policy: Policy,
+    write: Callable[[Path], None],
     step: int,
     report: dict[str, Any],
     run_dir: str | None = None,
 ) -> dict[str, Any]:
-    """Export what is finished, write the report, or say how to continue."""
+    """Export what is finished with `write`, write the report, or say how to continue."""
     config, folder = books.resolved.config, books.run_dir.path
     report |= {"finished": step == config.steps, "step": step}
     if report["finished"]:
         try:
-            export(policy, folder / EXPORT)
+            write(folder / EXPORT)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"run_dir: training is finished and saved, but exporting to {folder / EXPORT} "
@@ -171,6 +184,7 @@ def _starting_model(config: CommonConfig) -> ModelConfig:
 def open_run(run_dir: str | Path, overrides: Sequence[str] = ()) -> tuple[CommonConfig, Policy]:
     """The configuration of a run and its policy as of the newest checkpoint."""
     resolved = run_config(run_dir, overrides)
+    _refuse_reward_model(resolved.config, run_dir)
     saved = read_latest(run_dir)
     if saved is None:
         raise CheckpointError(f"run {run_dir}: there is no checkpoint yet")
@@ -180,6 +194,14 @@ def open_run(run_dir: str | Path, overrides: Sequence[str] = ()) -> tuple[Common
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {saved.path} cannot be loaded: {error}") from error
     return resolved.config, policy
+
+
+def _refuse_reward_model(config: CommonConfig, run_dir: str | Path) -> None:
+    if isinstance(config, PreferConfig) and make_preference(config.loss).of_scores:
+        raise ConfigError(
+            f"run {run_dir}: its loss={config.loss.label} trains a reward model, which scores and "
+            f"does not talk; its export is {Path(run_dir) / EXPORT}, for reward_model.path"
+        )
 
 
 def run_config(run_dir: str | Path, overrides: Sequence[str] = ()) -> Resolved[Any]:
@@ -193,7 +215,9 @@ def run_config(run_dir: str | Path, overrides: Sequence[str] = ()) -> Resolved[A
         values = None
     if not isinstance(values, dict):
         raise ConfigError(f"run {run_dir}: its config.yaml is damaged")
-    schema: type[CommonConfig] = TrainConfig if "env" in values else SftConfig
+    schema: type[CommonConfig] = SftConfig
+    for own, kind in (("env", TrainConfig), ("loss", PreferConfig)):
+        schema = kind if own in values else schema
     return load_config(schema, {**values, "run_dir": str(run_dir)}, overrides, environ={})
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from fledge.envs import reward_of
@@ -37,7 +37,8 @@ class EpisodeGenerator:
     """Plays n single-turn episodes of a task at once.
 
     `timeout` bounds each call of the environment, `retries` how often a failed episode is played
-    again.
+    again. `weights` are those of the named parts of a reward. With `greedy` one more episode is
+    played without randomness, for estimators that compare with it.
     """
 
     engine: InferenceEngine
@@ -46,26 +47,34 @@ class EpisodeGenerator:
     sampling: Sampling
     timeout: float = 120.0
     retries: int = 2
+    weights: Mapping[str, float] = field(default_factory=dict)
+    greedy: bool = False
 
     async def generate(self, task: Task, n: int, *, epoch: int, seed: int) -> Group:
-        played = await asyncio.gather(*(self._until_usable(task, i, seed + i) for i in range(n)))
+        samplings = [replace(self.sampling, seed=seed + i) for i in range(n)]
+        if self.greedy:
+            samplings.append(replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0))
+        played = await asyncio.gather(
+            *(self._until_usable(task, i, sampling) for i, sampling in enumerate(samplings))
+        )
         failed = [e for e in played if not e.outcome.usable]
         return Group(
             task=task,
             epoch=epoch,
-            episodes=tuple(e for e in played if e.outcome.usable),
+            episodes=tuple(e for e in played[:n] if e.outcome.usable),
             dropped=Counter(e.outcome.value for e in failed),
             discarded=tuple(failed),
+            greedy=next((e for e in played[n:] if e.outcome.usable), None),
         )
 
-    async def _until_usable(self, task: Task, index: int, seed: int) -> Episode:
+    async def _until_usable(self, task: Task, index: int, sampling: Sampling) -> Episode:
         # The session opens before the first wait, so the engine knows of every episode from the
         # start.
         with self.engine.session() as session:
             for attempt in range(self.retries + 1):
                 if attempt:
                     await asyncio.sleep(BACK_OFF * 2 ** (attempt - 1))
-                episode = await self._play(task, index, replace(self.sampling, seed=seed), session)
+                episode = await self._play(task, index, sampling, session)
                 if episode.outcome.usable:
                     break
             return episode
@@ -80,7 +89,12 @@ class EpisodeGenerator:
             reply = self.renderer.parse(completion.token_ids)
             step = await self._call(env.step(reply), Outcome.GRADER_ERROR, "step")
             return _finished(
-                task, index, prompt, completion, [*asked, reply], check_step(step, env, task)
+                task,
+                index,
+                prompt,
+                completion,
+                [*asked, reply],
+                check_step(step, env, task, self.weights),
             )
         except _Failed as failure:
             return Episode(task.key, index, (), (), failure.outcome, (), error=str(failure))
@@ -112,7 +126,9 @@ class EpisodeGenerator:
             raise _Failed(outcome, f"{what}: {type(error).__name__}: {error}") from error
 
 
-def check_step(step: Step, env: Environment, task: Task) -> Step:
+def check_step(
+    step: Step, env: Environment, task: Task, weights: Mapping[str, float] | None = None
+) -> Step:
     """A step that training may trust: a finite reward, and an episode that is over."""
     name = type(env).__name__
     if not isinstance(step, Step):
@@ -121,7 +137,32 @@ def check_step(step: Step, env: Environment, task: Task) -> Step:
         raise PluginError(
             f"env: {name} asks for a second turn; this generator plays one turn per episode"
         )
-    return replace(step, reward=reward_of(step.reward, f"env: {name}, task {task.key!r},"))
+    where = f"env: {name}, task {task.key!r},"
+    components = {part: reward_of(v, f"{where} {part}") for part, v in step.components.items()}
+    return replace(
+        step, reward=_total(step.reward, components, weights or {}, where), components=components
+    )
+
+
+def _total(
+    reward: object, components: Mapping[str, float], weights: Mapping[str, float], where: str
+) -> float:
+    """The reward of a step: given as a number, or the weighed sum of its named parts."""
+    unknown = sorted(set(weights) - set(components))
+    if unknown:
+        raise PluginError(
+            f"rollout.reward_weights: {where} has no part named {unknown[0]!r} in its reward (it "
+            f"has: {', '.join(components) or 'no parts, only a number'})"
+        )
+    alone = reward_of(reward, where)
+    if not components:
+        return alone
+    if alone:
+        raise PluginError(
+            f"{where} gave the reward {alone:g} and components; the reward is their weighed sum, "
+            "so give one or the other"
+        )
+    return sum(weights.get(part, 1.0) * value for part, value in components.items())
 
 
 def _finished(
@@ -149,6 +190,7 @@ def _finished(
         outcome=Outcome.TRUNCATED if cut else Outcome.OK,
         messages=tuple(messages),
         info=step.info,
+        components=step.components,
     )
 
 

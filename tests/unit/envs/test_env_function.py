@@ -53,6 +53,14 @@ def broken(prompt, response, meta):
     raise OSError("sandbox is gone")
 
 
+def parts(prompt, response, meta):
+    return {"right": True, "short": 0.25}
+
+
+def one_bad_part(prompt, response, meta):
+    return {"right": 1.0, "short": None}
+
+
 def factory(name, **arguments):
     return make_factory(Plugin(name="reward", function=f"{HERE}:{name}", **arguments))
 
@@ -98,13 +106,23 @@ def test_missing_prompt_field_is_named_with_those_there_are():
         factory("exact")(Task("t", {"question": "x"}))
 
 
+def test_a_function_may_return_the_named_parts_of_a_reward():
+    step = play(factory("parts")(Task("t", {"prompt": "x"})))[1]
+    assert step.components == {"right": 1.0, "short": 0.25} and step.reward == 0
+    with pytest.raises(RewardError, match=r"one_bad_part, task 't', short gave the reward None"):
+        play(factory("one_bad_part")(Task("t", {"prompt": "x"})))
+
+
+def test_without_a_function_the_reward_is_left_to_a_model():
+    step = play(make_factory(Plugin(name="reward"))(Task("t", {"prompt": "x"})))[1]
+    assert (step.reward, step.terminated) == (0.0, True)
+
+
 def test_everything_about_the_function_is_checked_before_any_task():
     with pytest.raises(PluginError, match=r"env\.function.*two_arguments"):
         factory("two_arguments")
     with pytest.raises(PluginError, match=r"env\.function.*no 'missing'"):
         factory("missing")
-    with pytest.raises(PluginError, match=r"env\.function"):
-        make_factory(Plugin(name="reward"))
     with pytest.raises(PluginError, match=r"env\.promt_key.*prompt_key"):
         factory("exact", promt_key="x")
 

@@ -17,7 +17,7 @@ from fledge.errors import ConfigError
 from fledge.inference import NativeEngine
 from fledge.models.attention import PackedLayout
 from fledge.models.load import Policy, export
-from fledge.trainer import LocalTrainer
+from fledge.trainer import LocalTrainer, copy_of
 from fledge.types import Sampling
 from helpers import (
     ragged_batch,
@@ -142,7 +142,7 @@ def test_dora_trains_magnitudes_and_is_not_lora():
 def test_the_reference_is_the_base_model_with_adapters_off(tmp_path: Path):
     policy = tiny_policy(lora=KINDS["lora"])
     base = run(trainer_of(tiny_policy()).score(ragged_batch(), {"old_logp"})).columns["old_logp"]
-    trainer = trainer_of(policy, keep_reference=True)
+    trainer = trainer_of(policy)
     train(trainer)
     scored = run(trainer.score(ragged_batch(), {"old_logp", "ref_logp"})).columns
     assert torch.allclose(scored["ref_logp"], base, atol=1e-6)
@@ -152,7 +152,8 @@ def test_the_reference_is_the_base_model_with_adapters_off(tmp_path: Path):
 
 
 def test_the_reference_of_full_training_stays_where_training_began():
-    trainer = trainer_of(tiny_policy(), keep_reference=True)
+    policy = tiny_policy()
+    trainer = trainer_of(policy, frozen={"ref_logp": copy_of(policy, frozen=True)})
     base = run(trainer.score(ragged_batch(), {"old_logp"})).columns["old_logp"]
     train(trainer)
     scored = run(trainer.score(ragged_batch(), {"old_logp", "ref_logp"})).columns
@@ -171,7 +172,7 @@ def test_adapters_with_a_reference_need_no_second_copy_of_the_model():
     shape = {"hidden_size": 64, "intermediate_size": 256}
     before = live_bytes()
     policy = tiny_policy(lora=KINDS["lora"], **shape)
-    trainer = trainer_of(policy, keep_reference=True)
+    trainer = trainer_of(policy)
     run(trainer.score(ragged_batch(), {"old_logp", "ref_logp"}))
     now = live_bytes()
     new = sum(size for address, size in now.items() if address not in before)

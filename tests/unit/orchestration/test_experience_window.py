@@ -65,7 +65,7 @@ async def train(
     async with experience(generator, stream, start, max_lag) as source:
         for version in range(start, end):
             states.append(source.state(version))
-            groups = await source.take()
+            groups = (await source.take()).groups
             batches.append([(g.task.key, g.dropped["seed"]) for g in groups])
             lags += [version - g.dropped["version"] for g in groups]
             generator.version = version + 1
@@ -116,6 +116,71 @@ def test_the_state_before_a_batch_is_issued_is_where_the_stream_stands():
         before, after = run(play(max_lag))
         assert before == after
         assert before["position"] == 3
+
+
+# ---- dynamic sampling
+
+
+def odd(group: Group) -> bool:
+    return int(group.task.key[1:]) % 2 == 1
+
+
+async def train_filtered(generator: Generator, stream: TaskStream, start: int, rounds: int):
+    """What each step took, what it turned down, and how often it drew anew."""
+    found, states = [], []
+    source = Experience(
+        generator,
+        stream,
+        group_size=2,
+        groups_per_step=3,
+        seed=11,
+        version=start,
+        last_batch=STEPS - 1,
+        keep=odd,
+        max_rounds=rounds,
+    )
+    async with source:
+        for version in range(start, STEPS):
+            taken = await source.take()
+            found.append(
+                (
+                    [(g.task.key, g.dropped["seed"]) for g in taken.groups],
+                    [g.task.key for g in taken.filtered],
+                    taken.rounds,
+                )
+            )
+            states.append(source.state(version + 1))  # as at a checkpoint, before it is advanced
+            source.advance(version + 1)
+    return found, states
+
+
+def test_groups_that_are_turned_down_are_replaced_until_the_batch_is_full():
+    generator = Generator()
+    steps, _ = run(train_filtered(generator, tasks(), 0, rounds=20))
+    played = [key for key, _, _ in generator.begun]
+    for groups, filtered, rounds in steps:
+        assert len(groups) == 3 and all(int(key[1:]) % 2 for key, _ in groups)
+        assert not any(int(key[1:]) % 2 for key in filtered)
+        assert bool(filtered) == bool(rounds)
+    assert any(rounds > 1 for _, _, rounds in steps)
+    assert len(played) == sum(len(g) + len(f) for g, f, _ in steps), "nothing is lost or hidden"
+    seeds = [seed for _, seed, _ in generator.begun]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_filtering_is_bounded():
+    steps, _ = run(train_filtered(Generator(), tasks(), 0, rounds=1))
+    assert all(rounds <= 1 for _, _, rounds in steps)
+    assert any(len(groups) < 3 for groups, _, _ in steps)
+
+
+@pytest.mark.parametrize("stop", [1, 4])
+def test_a_resume_goes_on_after_the_tasks_that_filtering_used_up(stop: int):
+    whole, states = run(train_filtered(Generator(), tasks(), 0, rounds=20))
+    stream = tasks()
+    stream.restore(states[stop - 1])
+    rest, _ = run(train_filtered(Generator(), stream, stop, rounds=20))
+    assert rest == whole[stop:]
 
 
 def test_nothing_is_issued_beyond_the_last_step():

@@ -19,7 +19,7 @@ def watch(steps: list[dict[str, float]], dtype: str = "fp32") -> tuple[Health, l
 @pytest.mark.parametrize(
     ("term", "named"),
     [
-        ("term/kl", "algorithm.kl_coef"),
+        ("term/kl", "algorithm.kl.coef"),
         ("term/entropy", "algorithm.entropy_coef"),
         ("term/policy", "no episode differs from its baseline"),
     ],

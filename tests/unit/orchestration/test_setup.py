@@ -1,4 +1,4 @@
-"""Start-up checks: inert settings are named, prompts must fit, held-out tasks stay out."""
+"""Start-up checks: prompts must fit, held-out tasks stay out."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from fledge.config.schema import ModelConfig
 from fledge.envs import Environment, make_factory
 from fledge.errors import ConfigError, DataError
 from fledge.models.load import load_policy
-from fledge.orchestration.setup import code_digests, inert_settings, make_tasks
+from fledge.orchestration.setup import code_digests, make_tasks
 from fledge.types import Step
 
 
@@ -35,32 +35,6 @@ def prompts(count: int = 3, repeat: int = 1):
 def tasks_of(policy, *overrides):
     config = resolve(*overrides).config
     return make_tasks(config, make_factory(config.env), policy)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["algorithm.loss.high=0.3"], "algorithm.loss.high has no effect"),
-        (["eval.temperature=0.5"], "eval.temperature has no effect"),
-        (["tracking.project=x"], "tracking.project has no effect"),
-        (["optim.warmup_steps=100"], "optim.lr=1e-05 is never reached"),
-    ],
-)
-def test_a_setting_without_effect_is_named(overrides, said):
-    assert any(said in text for text in inert_settings(resolve(*overrides)))
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [],
-        ["algorithm.loss.high=0.3", "algorithm.epochs=2"],
-        ["eval.temperature=0.5", "data.eval_size=2"],
-        ["tracking.project=x", "tracking.to=[wandb]"],
-    ],
-)
-def test_settings_with_an_effect_are_left_alone(overrides):
-    assert inert_settings(resolve(*overrides)) == []
 
 
 def test_held_out_tasks_are_split_off(policy):

@@ -84,10 +84,16 @@ def environment(**methods) -> type[Plays]:
 
 
 def play(
-    env: type, n: int = 1, engine: Engine | None = None, retries: int = 2, timeout: float = 5.0
+    env: type,
+    n: int = 1,
+    engine: Engine | None = None,
+    retries: int = 2,
+    timeout: float = 5.0,
+    **options: object,
 ) -> Group:
+    sampling = Sampling(8, top_p=0.9, stop_ids=(STOP,))
     made = EpisodeGenerator(
-        engine or Engine(), Renderer(), env, Sampling(8, stop_ids=(STOP,)), timeout, retries
+        engine or Engine(), Renderer(), env, sampling, timeout, retries, **options
     )
     return run(made.generate(Task("my-task", {}), n, epoch=3, seed=100), seconds=10)
 
@@ -124,6 +130,64 @@ def test_episodes_of_a_group_draw_with_their_own_seeds():
     engine = Engine()
     play(environment(), n=4, engine=engine)
     assert [s.seed for _, s in engine.asked] == [100, 101, 102, 103]
+
+
+# ---- rewards with named parts
+
+PARTS = Step(components={"right": 1.0, "short": -0.5}, terminated=True)
+
+
+def test_a_reward_with_parts_is_their_weighed_sum():
+    (episode,) = play(environment(answer=PARTS)).episodes
+    assert episode.reward == 0.5 and episode.components == {"right": 1.0, "short": -0.5}
+    (weighed,) = play(environment(answer=PARTS), weights={"short": 0.1}).episodes
+    assert weighed.reward == pytest.approx(0.95)
+    assert weighed.components == episode.components, "they are kept as the environment gave them"
+
+
+@pytest.mark.parametrize(
+    ("answer", "weights", "said"),
+    [
+        (PARTS, {"shrot": 1.0}, r"rollout\.reward_weights: .*no part named 'shrot'.*right, short"),
+        (Step(1.0, terminated=True), {"right": 1.0}, r"rollout\.reward_weights: .*no part"),
+        (replace(PARTS, reward=1.0), {}, r"gave the reward 1 and components"),
+    ],
+)
+def test_parts_that_do_not_add_up_are_refused(answer, weights, said):
+    with pytest.raises(PluginError, match=said):
+        play(environment(answer=answer), weights=weights)
+
+
+def test_a_part_that_is_no_number_is_refused_by_its_name():
+    bad = Step(components={"right": float("nan")}, terminated=True)
+    with pytest.raises(RewardError, match=r"task 'my-task', right gave the reward nan"):
+        play(environment(answer=bad))
+
+
+# ---- a greedy episode for comparison
+
+
+def test_a_greedy_episode_is_played_beside_the_group_and_not_in_it():
+    engine = Engine()
+    group = play(environment(), n=2, engine=engine, greedy=True)
+    assert len(group.episodes) == 2 and group.greedy is not None and group.greedy.index == 2
+    samplings = [sampling for _, sampling in engine.asked]
+    assert [s.greedy for s in samplings] == [False, False, True]
+    assert [s.top_p for s in samplings] == [0.9, 0.9, 1.0]
+    assert play(environment(), n=2).greedy is None
+
+
+def test_a_greedy_episode_that_fails_is_missing_and_counted():
+    class Fails(Plays):
+        async def step(self, reply):
+            if self.number >= 3:
+                raise OSError("gone")
+            return self.answer
+
+    Fails.made = 0
+    group = play(Fails, n=2, greedy=True, retries=0)
+    assert group.greedy is None and len(group.episodes) == 2
+    assert group.dropped == {"grader_error": 1}
 
 
 def test_a_real_engine_and_renderer_give_exact_tokens(policy):

@@ -23,7 +23,7 @@ from fledge.config.schema import LoraConfig
 from fledge.data.batch import Batch
 from fledge.models.load import Policy, export
 from fledge.trainer import LocalTrainer, forward
-from helpers import ragged_batch, run, shake_adapters, stock, tiny_policy, trainer_of
+from helpers import make_exact, ragged_batch, run, shake_adapters, stock, tiny_policy, trainer_of
 
 Gradients = dict[str, Tensor]
 
@@ -34,26 +34,6 @@ TUNINGS = {
     "dora": LoraConfig(rank=4, alpha=8, dora=True),
 }
 TEMPERATURE = 0.8
-
-
-class ExactNorm(torch.nn.Module):
-    """RMSNorm in the precision of its input; Hugging Face's rounds to fp32 on the way."""
-
-    def __init__(self, norm: torch.nn.Module) -> None:
-        super().__init__()
-        self.weight, self.epsilon = norm.weight, norm.variance_epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * (x.square().mean(-1, keepdim=True) + self.epsilon).rsqrt()
-
-
-def make_exact(model: torch.nn.Module) -> torch.nn.Module:
-    """Double precision from end to end, so that 1e-10 means something."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child).__name__.endswith("RMSNorm"):
-                setattr(module, name, ExactNorm(child))
-    return model.double()
 
 
 @functools.cache

@@ -7,9 +7,11 @@ import functools
 import pytest
 import torch
 
+from fledge.algorithms import make_algorithm
 from fledge.algorithms.losses import clipped
 from fledge.algorithms.reduce import token_weights
-from fledge.data.batch import pack, pack_samples, with_advantages
+from fledge.config.schema import AlgorithmConfig
+from fledge.data.batch import pack, pack_samples
 from fledge.types import Episode, Group, Outcome, Sample, Segment, Task
 from helpers import ragged_batch, run, trainer_of
 
@@ -49,7 +51,9 @@ def test_every_segment_is_a_row_and_every_trained_token_has_its_log_prob():
 
 
 def test_an_advantage_reaches_all_trained_tokens_of_its_episode_and_no_other():
-    batch = with_advantages(pack(groups()), [[1.0, 2.0], [3.0, 4.0]])
+    numbers = iter([[1.0, 2.0], [3.0, 4.0]])
+    config = AlgorithmConfig(advantage=lambda group: next(numbers))
+    batch, _ = make_algorithm(config).judge(pack(groups()), step=0)
     assert batch.columns["advantage"].tolist() == [1, 1, 1, 2, 4, 4, 4]
 
 
