@@ -223,7 +223,7 @@ def make_estimator(spec: Plugin, key: str = "algorithm.advantage") -> Estimator:
 def _group_by_group(of_group: Callable[..., Sequence[float]], t: Trajectories) -> Tensor:
     """One advantage per episode, repeated for each of its trained tokens."""
     found: list[float] = []
-    for group in t.groups:
+    for group in t.charged():
         values = [float(v) for v in of_group(group.episodes)]
         if len(values) != len(group.episodes):
             raise PluginError(

@@ -28,7 +28,8 @@ class Trajectories:
 
     `reward` is what arrives at each token: a turn's reward at its last token, penalties where they
     arise. `episode_reward` adds them up and knows also episodes without trained tokens. `bootstrap`
-    is the value of what would have come next, 0 where an episode is over.
+    is the value of what would have come next, 0 where an episode is over. `penalty` has been taken
+    off `reward` and `episode_reward` already, but not off the episodes in `groups`.
     """
 
     groups: tuple[Group, ...]
@@ -43,6 +44,7 @@ class Trajectories:
     teacher_logp: Tensor | None = None
     value: Tensor | None = None
     bootstrap: Tensor | None = None
+    penalty: Tensor | None = None
 
     @property
     def sequence(self) -> Tensor:
@@ -58,7 +60,7 @@ class Trajectories:
         return x.repeat_interleave(self.lengths)
 
     def to_go(self, x: Tensor, decay: float) -> Tensor:
-        r"""$y_t = x_t + \\mathrm{decay}\\, y_{t+1}$ within each episode."""
+        r"""$y_t = x_t + \mathrm{decay}\, y_{t+1}$ within each episode."""
         return discounted_to_go(x, self.lengths, decay)
 
     def penalised(self, penalty: Tensor) -> Trajectories:
@@ -67,9 +69,28 @@ class Trajectories:
         """
         return replace(
             self,
-            groups=self._with_turn_penalties(penalty),
+            penalty=penalty if self.penalty is None else self.penalty + penalty,
             reward=self.reward - penalty,
             episode_reward=self.episode_reward - self.per_episode(penalty),
+        )
+
+    def charged(self) -> tuple[Group, ...]:
+        """The groups, with what was taken off each turn taken off its reward. Made only for
+        estimators that look at episodes: the records are many.
+        """
+        if self.penalty is None:
+            return self.groups
+        turns = self.turns.tolist()
+        most = max([1, *turns])
+        table = (
+            self.per_episode(self.penalty)[:, None]
+            if most == 1
+            else self.by_turn(self.penalty, most)[0]
+        )
+        charges = zip(turns, table.tolist(), strict=True)
+        return tuple(
+            replace(g, episodes=tuple(_charged(e, *next(charges)) for e in g.episodes))
+            for g in self.groups
         )
 
     @property
@@ -92,19 +113,23 @@ class Trajectories:
             table[places] = segment_sums(x, counts)
         return table.view(-1, width), places, counts
 
-    def _with_turn_penalties(self, penalty: Tensor) -> tuple[Group, ...]:
-        turns = self.turns.tolist()
-        table, _, _ = self.by_turn(penalty, max([1, *turns]))
-        charges = zip(turns, table.tolist(), strict=True)
-        return tuple(
-            replace(g, episodes=tuple(_charged(e, *next(charges)) for e in g.episodes))
-            for g in self.groups
-        )
 
-
-def _charged(episode: Episode, turns: int, charges: list[float]) -> Episode:
-    pairs = zip_longest(episode.rewards, charges[:turns], fillvalue=0.0)
-    return replace(episode, rewards=tuple(reward - charge for reward, charge in pairs))
+def _charged(e: Episode, turns: int, charges: list[float]) -> Episode:
+    pairs = zip_longest(e.rewards, charges[:turns], fillvalue=0.0)
+    rewards = tuple([reward - charge for reward, charge in pairs])
+    # Spelled out: `replace` takes four times as long, and there are many.
+    return Episode(
+        e.task_key,
+        e.index,
+        e.segments,
+        rewards,
+        e.outcome,
+        e.messages,
+        e.info,
+        e.error,
+        e.components,
+        e.masked,
+    )
 
 
 def on_batch(*, needs: Collection[str] = (), greedy: bool = False) -> Callable[[F], F]:

@@ -115,6 +115,26 @@ def _maxrl_below_zero(c: TrainConfig) -> str | None:
     return None
 
 
+def _gdpo_sees_parts(c: TrainConfig) -> str | None:
+    a = c.algorithm
+    if a.advantage.name != "gdpo":
+        return None
+    unseen = {
+        "algorithm.kl.placement=reward": a.kl.coef and a.kl.placement == "reward",
+        "algorithm.token_reward": a.token_reward is not None,
+        "algorithm.shaping.overlong_buffer": a.shaping.overlong_buffer,
+        "algorithm.shaping.zero_unless_stopped": a.shaping.zero_unless_stopped,
+        "rollout.reward_weights": c.rollout.reward_weights,
+    }
+    for key, is_on in unseen.items():
+        if is_on:
+            return (
+                f"{key} has no effect with algorithm.advantage=gdpo, which normalises the named "
+                "parts of a reward on their own; weigh them with algorithm.advantage.weights"
+            )
+    return None
+
+
 def _correction_without_log_probs(c: TrainConfig) -> str | None:
     a = c.algorithm
     if a.correction and not a.recomputed:
@@ -211,6 +231,7 @@ RULES: tuple[Callable[[TrainConfig], str | None], ...] = (
     _sequence_losses,
     _norm_length,
     _maxrl_below_zero,
+    _gdpo_sees_parts,
     _correction_without_log_probs,
     _cut_distribution,
     _teacher,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, ClassVar, Generic, TypeVar
@@ -37,8 +36,8 @@ from fledge.orchestration.setup import identity
 from fledge.trainer import Critic, LocalTrainer, copy_of, learning_rate
 from fledge.types import Pair, Sample, Task
 
-C = TypeVar("C", SftConfig, PreferConfig)
-T = TypeVar("T", Sample, Pair)
+C = TypeVar("C", bound=SftConfig | PreferConfig)
+T = TypeVar("T", bound=Sample | Pair)
 
 
 class SupervisedRun(ABC, Generic[C, T]):
@@ -51,8 +50,8 @@ class SupervisedRun(ABC, Generic[C, T]):
     """Columns that each batch is scored for before it is trained on."""
 
     def __init__(self, resolved: Resolved[C], policy: Policy) -> None:
-        config: C = resolved.config
-        self.config = config
+        self.config: C = resolved.config
+        config = self.config
         self._encode_all(load_rows(config.data.train, "data.train"), policy)
         self.stream = TaskStream(self.train_rows, config.seed, shuffle=True)
         lora = config.model.lora
@@ -284,7 +283,7 @@ class PreferRun(SupervisedRun[PreferConfig, Pair]):
         """
         if not self.is_reward_model:
             return await super().export(directory)
-        pairs = self.held_out or list(islice(self.train_rows, self.config.data.batch_size))
+        pairs = self.held_out or self.train_rows[: self.config.data.batch_size]
         scores = (await self._scores(self._batch(pairs))).tolist()
         facts = {"loss": self.config.loss.label, "mean": fmean(scores), "std": pstdev(scores)}
         assert self.trainer.value_head is not None

@@ -99,3 +99,10 @@ def test_sums_to_go_of_ragged_episodes_are_cheap(batch, unit):
     shifts = torch.randint(-200, 200, (len(batch.lengths) // 2,))
     ragged = replace(batch, lengths=batch.lengths + torch.cat([shifts, -shifts]))
     assert_cheap(lambda: ragged.to_go(batch.value, 0.95), unit)
+
+
+def test_a_penalty_costs_no_more_than_any_estimator(batch: Trajectories, unit):
+    penalty = torch.rand(len(batch.reward))
+    assert seconds(lambda: batch.penalised(penalty)) < MOST * unit()
+    alone = replace(batch, turn=torch.zeros_like(batch.turn)).penalised(penalty)
+    assert seconds(alone.charged) < MOST * unit()

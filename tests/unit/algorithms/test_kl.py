@@ -99,6 +99,8 @@ def test_without_a_target_the_coefficient_is_fixed():
 
 def test_the_coefficient_stays_positive_and_can_come_back():
     found = AdaptiveCoefficient(0.1, target=0.05, horizon=1)
+    found.update(0.0, episodes=1000)  # two hundred times the horizon's worth of correction
+    assert found.coef == pytest.approx(0.01)
     for _ in range(1000):
         found.update(0.0, episodes=1000)
         assert found.coef > 0

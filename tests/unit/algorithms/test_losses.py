@@ -49,7 +49,7 @@ VARIANTS = {
     **READY,
     "cross_entropy": cross_entropy,
     "clipped, clip-higher": partial(clipped, low=0.1, high=0.4),
-    "dual_clip, tight": partial(dual_clip, c=1.3),
+    "dual_clip, tight": partial(dual_clip, low=0.1, high=0.3, c=1.3),
     "gspo, wide": partial(gspo, low=0.05, high=0.02),
     "cispo, engine": partial(cispo, low=0.2, high=0.3, anchor="engine"),
     "sapo, sharp": partial(sapo, tau_pos=2.0, tau_neg=0.5),
@@ -160,6 +160,13 @@ def test_the_kl_of_dppo_is_of_the_engine_to_the_policy():
 
 
 @pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo_sees_moves_to_and_from_certainty(divergence):
+    x = moved([1.0, 0.1, 1.0, 1.0], [0.1, 1.0, 1.0, 0.999], [1.0, -1.0, 1.0, 1.0])
+    _, stats = dppo(x, divergence=divergence)
+    assert stats["policy/masked_frac"].tolist() == [1, 1, 0, 0]  # the last step is a small one
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
 @pytest.mark.parametrize("least", [-30.0, -100.0, -1e4, -math.inf])
 def test_a_bounded_ratio_does_not_hide_a_large_move_from_dppo(divergence, least):
     logp, engine = column([-0.01, least, least]), column([least, -0.01, least])
@@ -253,7 +260,9 @@ PLAIN = {
         math.exp(lp - old), a, 0.1, 0.4
     ),
     "dual_clip": lambda lp, old, engine, a: plain_dual_clip(math.exp(lp - old), a),
-    "dual_clip, tight": lambda lp, old, engine, a: plain_dual_clip(math.exp(lp - old), a, c=1.3),
+    "dual_clip, tight": lambda lp, old, engine, a: plain_dual_clip(
+        math.exp(lp - old), a, 0.1, 0.3, 1.3
+    ),
     "sapo": lambda lp, old, engine, a: plain_sapo(math.exp(lp - old), a),
     "sapo, sharp": lambda lp, old, engine, a: plain_sapo(math.exp(lp - old), a, 2.0, 0.5),
     "dppo": lambda lp, old, engine, a: plain_dppo(lp, engine, a),

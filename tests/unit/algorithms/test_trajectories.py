@@ -64,7 +64,9 @@ def test_sums_to_go_of_single_precision_are_nearly_exact_and_leave_their_input_a
 
 
 def test_sums_to_go_of_nothing_are_nothing():
-    assert discounted_to_go(torch.zeros(0), torch.tensor([0, 0]), 0.9).shape == (0,)
+    for lengths in ([0, 0], []):
+        found = discounted_to_go(torch.zeros(0), torch.tensor(lengths, dtype=torch.long), 0.9)
+        assert found.shape == (0,)
 
 
 # ---- whitening
@@ -130,7 +132,7 @@ def test_a_penalty_reaches_the_tokens_the_episodes_and_the_turns_of_the_groups()
     found = t.penalised(penalty)
     assert found.reward.tolist() == pytest.approx([-0.1, 0.8, 1.6, 2, 2, -3, 1])
     assert found.episode_reward.tolist() == pytest.approx([2.3, 5, 2])
-    rewards = [e.rewards for g in found.groups for e in g.episodes]
+    rewards = [e.rewards for g in found.charged() for e in g.episodes]
     assert rewards == [pytest.approx((0.7, 1.6)), (5,), pytest.approx((2, 2, -2))]
     assert t.groups[0].episodes[0].rewards == (1, 2), "the rollouts stay as they are"
 
@@ -140,7 +142,7 @@ def test_a_penalty_on_a_turn_without_a_reward_stays_in_its_episode():
     found = trajectories(group(quiet, episode(1.0, 1, index=1))).penalised(
         torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     )
-    assert [e.rewards for e in found.groups[0].episodes] == [(-1, -5), (-3,)]
+    assert [e.rewards for e in found.charged()[0].episodes] == [(-1, -5), (-3,)]
 
 
 @steady
@@ -148,16 +150,16 @@ def test_a_penalty_on_a_turn_without_a_reward_stays_in_its_episode():
 def test_groups_and_columns_agree_after_a_penalty(groups):
     t = trajectories(*groups)
     found = t.penalised(numbers(len(t.reward)))
-    rewards = [e.reward for g in found.groups for e in g.episodes]
+    rewards = [e.reward for g in found.charged() for e in g.episodes]
     assert rewards == pytest.approx(found.episode_reward.tolist(), rel=1e-9, abs=1e-6)
-    assert [len(e.rewards) for g in found.groups for e in g.episodes] == [
+    assert [len(e.rewards) for g in found.charged() for e in g.episodes] == [
         len(e.rewards) for g in groups for e in g.episodes
     ]
 
 
 def test_a_penalty_can_make_a_silent_group_speak():
     t = trajectories(simple(1, 1)).penalised(torch.tensor([0.0, 0.5], dtype=torch.float64))
-    assert grpo(t.groups[0].episodes, scale_by_std=False) == [0.25, -0.25]
+    assert grpo(t.charged()[0].episodes, scale_by_std=False) == [0.25, -0.25]
 
 
 # ---- marks

@@ -46,6 +46,14 @@ REFUSED = {
         ["algorithm.name=maxrl", "algorithm.kl.coef=0.1", "algorithm.kl.placement=reward"],
         r"maxrl needs rewards of 0 or more, but algorithm\.kl\.placement=reward",
     ),
+    "a punishment that gdpo does not see": (
+        ["algorithm.advantage=gdpo", "algorithm.shaping.overlong_buffer=0.5"],
+        r"algorithm\.shaping\.overlong_buffer has no effect with algorithm\.advantage=gdpo",
+    ),
+    "weights that gdpo does not see": (
+        ["algorithm.advantage=gdpo", "rollout.reward_weights={right: 2.0}"],
+        r"rollout\.reward_weights has no effect with algorithm\.advantage=gdpo",
+    ),
     "a correction without the trainer's log-probs": (
         ["algorithm.correction=[token_tis]", "algorithm.old=engine"],
         r"algorithm\.correction .* every weight would be 1; set algorithm\.old=recomputed",
