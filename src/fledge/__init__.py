@@ -11,8 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fledge.config import SftConfig, TrainConfig, load_config
-    from fledge.config.schema import PreferConfig
+    from fledge.config import PreferConfig, SftConfig, TrainConfig, load_config
     from fledge.envs import Environment, check_env
     from fledge.errors import FledgeError
     from fledge.orchestration import evaluate, prefer, sft, train
@@ -24,7 +23,7 @@ _HOME = {
     "Environment": "fledge.envs",
     "FledgeError": "fledge.errors",
     "Message": "fledge.types",
-    "PreferConfig": "fledge.config.schema",
+    "PreferConfig": "fledge.config",
     "SftConfig": "fledge.config",
     "Step": "fledge.types",
     "Task": "fledge.types",

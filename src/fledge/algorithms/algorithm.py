@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -294,27 +294,27 @@ def _task_at(t: Trajectories, token: int) -> str:
     return t.groups[int(t.prompt[t.sequence[token]])].task.key
 
 
-def checked_loss(loss: PolicyLoss, x: Tokens) -> tuple[Tensor, Stats]:
-    """Call a policy loss, and refuse what training could not trust, under the key's name."""
+def checked_loss(loss: PolicyLoss, x: Tokens, key: str = "algorithm.loss") -> tuple[Tensor, Stats]:
+    """Call a loss, and refuse what training could not trust, under the key's name."""
     try:
         found = loss(x)
     except FledgeError:
         raise
     except Exception as error:
-        raise PluginError(f"algorithm.loss: {type(error).__name__}: {error}") from error
+        raise PluginError(f"{key}: {type(error).__name__}: {error}") from error
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor)):
-        raise PluginError("algorithm.loss: must return (one loss per token, {name: statistic})")
+        raise PluginError(f"{key}: must return (one loss per token, {{name: statistic}})")
     loss_N, stats = found
     if loss_N.shape != x.logp.shape:
         raise PluginError(
-            f"algorithm.loss: returned shape {tuple(loss_N.shape)}, expected one number per "
+            f"{key}: returned shape {tuple(loss_N.shape)}, expected one number per "
             f"token {tuple(x.logp.shape)}"
         )
     if x.logp.requires_grad and not loss_N.requires_grad:
-        raise PluginError("algorithm.loss: does not depend on the policy, so nothing would train")
+        raise PluginError(f"{key}: does not depend on the policy, so nothing would train")
     for name, values in stats.items():
         if not (isinstance(values, Tensor) and values.shape == x.logp.shape):
-            raise PluginError(f"algorithm.loss: statistic {name!r} must have one number per token")
+            raise PluginError(f"{key}: statistic {name!r} must have one number per token")
     return loss_N, {name: values.detach() for name, values in stats.items()}
 
 

@@ -23,7 +23,6 @@ from torch.nn.functional import logsigmoid
 from fledge.algorithms.algorithm import checked_loss
 from fledge.algorithms.tokens import Stats, Tokens, safe_logp
 from fledge.config.schema import Plugin
-from fledge.errors import PluginError
 from fledge.plugins import bind, resolve
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -129,10 +128,7 @@ class Preference:
     of_scores: bool
 
     def __call__(self, x: Tokens) -> tuple[Tensor, Stats]:
-        try:
-            return checked_loss(self.loss, x)
-        except PluginError as error:
-            raise PluginError(str(error).removeprefix("algorithm.")) from error
+        return checked_loss(self.loss, x, "loss")
 
 
 def make_preference(spec: Plugin) -> Preference:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -30,6 +30,7 @@ from fledge.inference import NativeEngine
 from fledge.models.load import Policy, load_policy
 from fledge.orchestration.loop import train
 from fledge.orchestration.run import Run
+from fledge.rollout import EpisodeGenerator
 from fledge.types import Sampling
 
 PROMPTS, SAMPLES, LEARNING_RATE = 8, 8, 1e-4
@@ -199,8 +200,9 @@ def step_seconds(size: Size) -> float:
         }
         resolved = load_config(TrainConfig, recipe, environ={})
         measured = Run(resolved, load_policy(resolved.config.model, seed=0))
-        sampling = replace(measured.generator.sampling, stop_ids=())
-        measured.generator = replace(measured.generator, sampling=sampling)
+        generator = cast(EpisodeGenerator, measured.generator)
+        endless = replace(generator.sampling, stop_ids=())
+        measured.generator = replace(generator, sampling=endless)
         began: list[float] = []
         measured.books.clock.listeners.append(
             lambda phase: began.append(time.process_time()) if phase == "generate" else None

@@ -335,7 +335,7 @@ def _usage(error: Any, argv: Sequence[str]) -> str:
 
 
 def _is_setting(name: str) -> bool:
-    from fledge.config.schema import PreferConfig, SftConfig, TrainConfig
+    from fledge.config import PreferConfig, SftConfig, TrainConfig
 
     schemas = (TrainConfig, SftConfig, PreferConfig)
     return any(name.partition(".")[0] in schema.model_fields for schema in schemas)

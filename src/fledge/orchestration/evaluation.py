@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from fledge.config import TrainConfig
 from fledge.envs import EnvironmentFactory
 from fledge.errors import TrainingError
-from fledge.interfaces import InferenceEngine, Renderer
+from fledge.interfaces import Generator, InferenceEngine, Renderer
 from fledge.metrics import pass_at_k
 from fledge.orchestration.experience import episode_seed
 from fledge.rollout import EpisodeGenerator
@@ -58,7 +58,9 @@ class Evaluation:
 
 
 class Evaluator:
-    """Plays held-out tasks with whatever weights the engine serves."""
+    """Plays held-out tasks with whatever weights the engine serves; `around` adds what else rewards
+    an episode.
+    """
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class Evaluator:
         renderer: Renderer,
         environment: EnvironmentFactory,
         tasks: Sequence[Task],
+        around: Callable[[Generator], Generator] = lambda generator: generator,
     ) -> None:
         settings, rollout = config.eval, config.rollout
         sampling = Sampling(
@@ -82,8 +85,16 @@ class Evaluator:
         self._engine = engine
         self._samples = settings.samples
         self._seed = config.seed
-        self._generator = EpisodeGenerator(
-            engine, renderer, environment, sampling, rollout.timeout, rollout.retries
+        self._generator = around(
+            EpisodeGenerator(
+                engine,
+                renderer,
+                environment,
+                sampling,
+                rollout.timeout,
+                rollout.retries,
+                rollout.reward_weights,
+            )
         )
 
     async def __call__(self) -> Evaluation:

@@ -18,14 +18,15 @@ async def train(run: Run) -> int:
             with run.phase("score"):
                 batch = await run.score(run.pack(groups))  # old, reference, teacher, values
                 batch, judged = algo.judge(batch, step)  # rewards and KL to advantages
+            learners = run.learners(step)  # the policy, and its critic if it has one
             for mini in batch.updates(algo.epochs, algo.minibatches, step, run.reduce):  # learn
-                with run.phase("score"):
+                with run.phase("backward"):
                     mini = algo.prepare(await run.policy.score(mini, algo.fresh))
-                for learner in run.learners(step):  # the policy, and its critic if it has one
-                    with run.phase("backward"):
+                    for learner in learners:
                         for micro in mini.micros(run.micro_tokens):
                             await learner.trainer.forward_backward(micro, learner.loss)
-                    with run.phase("step"):
+                with run.phase("step"):
+                    for learner in learners:
                         await learner.trainer.optim_step(learner.rate(step))
             step += 1  # one version per publish
             with run.phase("publish"):

@@ -23,6 +23,7 @@ from fledge.orchestration.books import Books
 from fledge.orchestration.evaluation import Evaluator
 from fledge.orchestration.experience import Experience, Taken
 from fledge.orchestration.health import Health
+from fledge.orchestration.learned_reward import LearnedReward
 from fledge.orchestration.learners import Learner, Learners
 from fledge.orchestration.setup import code_digests, identity, make_tasks
 from fledge.plugins import bind
@@ -66,21 +67,30 @@ class Run:
         )
         self.stream = TaskStream(self.tasks.train, config.seed, config.data.shuffle)
         title = f"{config.run_dir}: {config.algorithm.name} on {config.env.label}"
-        known = {**identity(policy, self.tasks.fingerprint()), **code_digests(config)}
+        learned = LearnedReward.of(config)
+        known = {
+            **learned.identity,
+            **identity(policy, self.tasks.fingerprint()),
+            **code_digests(config),
+        }
         self.books = Books(resolved, known, title)
         self.health = Health(self.books.warn, config.model.dtype, policy.vocabulary)
         self._advice = advice(resolved, policy.parameters)
-        self.generator = EpisodeGenerator(
-            self.engine,
-            renderer,
-            environment,
-            config.rollout.sampling(renderer.stop_ids),
-            config.rollout.timeout,
-            config.rollout.retries,
-            config.rollout.reward_weights,
-            greedy=self.algorithm.greedy,
+        self.generator = learned.around(
+            EpisodeGenerator(
+                self.engine,
+                renderer,
+                environment,
+                config.rollout.sampling(renderer.stop_ids),
+                config.rollout.timeout,
+                config.rollout.retries,
+                config.rollout.reward_weights,
+                greedy=self.algorithm.greedy,
+            )
         )
-        self._evaluator = Evaluator(config, self.engine, renderer, environment, self.tasks.eval)
+        self._evaluator = Evaluator(
+            config, self.engine, renderer, environment, self.tasks.eval, learned.around
+        )
         self._experience: Experience | None = None
         self._seen: list[Group] = []
         self._sampled: dict[str, float] = {}

@@ -19,8 +19,8 @@ import yaml
 from safetensors import SafetensorError
 
 from fledge.algorithms.preferences import make_preference
-from fledge.config import Resolved, SftConfig, TrainConfig, load_config
-from fledge.config.schema import CommonConfig, ModelConfig, PreferConfig
+from fledge.config import PreferConfig, Resolved, SftConfig, TrainConfig, load_config
+from fledge.config.schema import CommonConfig, ModelConfig
 from fledge.data.render import make_renderer
 from fledge.envs import make_factory
 from fledge.errors import CheckpointError, ConfigError
@@ -30,6 +30,7 @@ from fledge.orchestration.books import Books
 from fledge.orchestration.checkpoint import has_checkpoint, read_latest
 from fledge.orchestration.evaluation import Evaluation, Evaluator
 from fledge.orchestration.files import why, write_atomic
+from fledge.orchestration.learned_reward import LearnedReward
 from fledge.orchestration.loop import train as run_loop
 from fledge.orchestration.run import Run
 from fledge.orchestration.setup import make_policy, make_tasks
@@ -249,5 +250,6 @@ def _score(config: TrainConfig, policy: Policy) -> Evaluation | None:
     if not tasks:
         return None
     engine = NativeEngine(policy, config.engine.cache_mb)
-    evaluator = Evaluator(config, engine, make_renderer(policy.tokenizer), environment, tasks)
+    renderer, learned = make_renderer(policy.tokenizer), LearnedReward.of(config)
+    evaluator = Evaluator(config, engine, renderer, environment, tasks, learned.around)
     return asyncio.run(evaluator())

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from fledge.algorithms import Tokens, supervised, token_weights
 from fledge.algorithms.preferences import make_preference
-from fledge.config import Resolved, SftConfig
-from fledge.config.schema import PreferConfig
+from fledge.config import PreferConfig, Resolved, SftConfig
 from fledge.data.batch import Batch, pack_pairs, pack_samples
 from fledge.data.demos import demo_messages, encode_demo
 from fledge.data.pairs import encode_pair, encode_scored_pair

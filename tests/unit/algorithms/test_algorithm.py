@@ -218,7 +218,7 @@ def test_with_one_update_the_forward_pass_itself_is_the_anchor():
     algo = algorithm(old="recomputed")
     assert algo.needs == frozenset() and algo.starts_here
     logp = torch.tensor([-1.0, -3.0], requires_grad=True)
-    loss, stats = algo.loss(tokens(logp, engine_logp=torch.tensor([-9.0, -0.1])))
+    loss, _ = algo.loss(tokens(logp, engine_logp=torch.tensor([-9.0, -0.1])))
     assert loss.tolist() == [-1.0, -1.0], "ratios are 1 whatever the engine thought"
     loss.sum().backward()
     assert logp.grad.tolist() == [-1.0, -1.0]
