@@ -21,6 +21,7 @@ Rows = list[dict[str, Any]]
 GENERATORS: dict[str, str] = {
     "arithmetic": "fledge.envs.arithmetic:tasks",
     "arithmetic_demonstrations": "fledge.envs.arithmetic:demonstrations",
+    "arithmetic_pairs": "fledge.envs.arithmetic:pairs",
 }
 """Built-in names. Spelled as a recipe would spell them, because `data` does not import `envs`."""
 

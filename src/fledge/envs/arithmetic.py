@@ -84,6 +84,18 @@ def demonstrations(forget: Annotated[float, Field(ge=0, le=1)] = 0.6) -> list[di
     return [{"prompt": p.prompt, "response": _demonstrate(p, forget)} for p in pools().demonstrated]
 
 
+def pairs() -> list[dict[str, str]]:
+    """Preferences over the problems that RL practises: the sum rather than the sum without carries,
+    wherever the two differ.
+    """
+    found = [(p, without_carries(p.prompt)) for p in pools().practised]
+    return [
+        {"prompt": p.prompt, "chosen": p.answer, "rejected": wrong}
+        for p, wrong in found
+        if wrong != p.answer
+    ]
+
+
 def _demonstrate(problem: Problem, forget: float) -> str:
     draw = int.from_bytes(_hash(f"habit {problem.prompt}")[:4]) / 2**32
     return without_carries(problem.prompt) if draw < forget else problem.answer
