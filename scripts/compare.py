@@ -63,9 +63,12 @@ class Comparison:
         }
         return str(self._finished(fledge.sft, fledge.SftConfig, "start", values)["model"])
 
-    def run(self, name: str, **algorithm: Any) -> Result:
-        """Train one preset, or read what it left when it was trained before."""
-        known = self.folder / f"{name}.json"
+    def run(self, name: str, label: str = "", **algorithm: Any) -> Result:
+        """Train one preset, or read what it left when it was trained before. `algorithm` are
+        settings on top of it, and `label` tells such a run from the plain one.
+        """
+        label = label or name
+        known = self.folder / f"{label}.json"
         if known.exists():
             found = json.loads(known.read_text())
             found["accuracy"] = {int(step): score for step, score in found["accuracy"].items()}
@@ -77,30 +80,30 @@ class Comparison:
         result = (
             self._supervised(name, start, began)
             if name in SUPERVISED
-            else self._train(name, start, began, algorithm)
+            else self._train(label, start, began, {"name": name, **algorithm})
         )
         known.write_text(json.dumps(asdict(result)))
         return result
 
-    def _train(self, name: str, start: str, began: float, algorithm: dict[str, Any]) -> Result:
+    def _train(self, label: str, start: str, began: float, algorithm: dict[str, Any]) -> Result:
         values = {
             "steps": self.recipe.steps,
             "model": {"path": start},
             "env": "arithmetic",
             "data": self.recipe.data.model_dump(),
             "rollout": self.recipe.rollout.model_dump(),
-            "algorithm": {"name": name, **algorithm},
+            "algorithm": algorithm,
             "optim": self.recipe.optim.model_dump(),
             "eval": {"every": EVERY},
         }
-        report = self._finished(fledge.train, fledge.TrainConfig, name, values)
+        report = self._finished(fledge.train, fledge.TrainConfig, label, values)
         run = Path(report["model"]).parent
         steps = [line for line in live_lines(run, "metrics") if line["step"]]
         config = fledge.load_config(fledge.TrainConfig, run / "config.yaml").config
         groups = sum(config.rollout.groups_per_step + s.get("group/filtered", 0) for s in steps)
         size = config.rollout.group_size + (config.algorithm.advantage.name == "remax")
         return Result(
-            name,
+            label,
             {int(step): found["average"] for step, found in report["evaluations"].items()},
             int(groups) * size,
             len(steps) * config.algorithm.updates,
