@@ -115,8 +115,11 @@ class Trajectories:
 
 
 def _charged(e: Episode, turns: int, charges: list[float]) -> Episode:
-    pairs = zip_longest(e.rewards, charges[:turns], fillvalue=0.0)
-    rewards = tuple([reward - charge for reward, charge in pairs])
+    if turns == len(e.rewards) == 1:
+        rewards: tuple[float, ...] = (e.rewards[0] - charges[0],)
+    else:
+        pairs = zip_longest(e.rewards, charges[:turns], fillvalue=0.0)
+        rewards = tuple(reward - charge for reward, charge in pairs)
     # Spelled out: `replace` takes four times as long, and there are many.
     return Episode(
         e.task_key,

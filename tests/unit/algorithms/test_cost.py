@@ -11,17 +11,20 @@ from functools import cache, partial
 
 import pytest
 import torch
-from crafted import tokens
+from crafted import LIMIT_OF_COST, tokens
 from torch import Tensor
 
+from fledge.algorithms import make_algorithm
 from fledge.algorithms.corrections import CORRECTIONS
 from fledge.algorithms.critic import clipped_value
 from fledge.algorithms.kl import KL
 from fledge.algorithms.losses import LOSSES, cross_entropy
 from fledge.algorithms.tokens import Tokens
+from fledge.config.schema import AlgorithmConfig
 
 SAMPLES, LENGTH = 512, 512
-LIMIT = 3.0
+PIECE = SAMPLES * LENGTH // 16
+LIMIT = LIMIT_OF_COST
 
 READY = {name: f() if inspect.isclass(f) else f for name, f in LOSSES.items()}
 ON_TOKENS = {
@@ -93,3 +96,41 @@ def test_a_correction_is_cheap(name):
 @pytest.mark.parametrize("name", KL)
 def test_an_estimate_of_the_kl_is_cheap(name):
     assert_cheap(lambda: KL[name](batch().logp, batch().ref_logp))
+
+
+TERMS = {
+    "the policy term": ({}, 1),
+    "two updates": ({"epochs": 2}, 1),
+    "with KL, entropy and a correction": (
+        {"kl": {"coef": 0.1}, "entropy_coef": 0.01, "correction": ["token_tis"], "epochs": 2},
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TERMS)
+def test_the_whole_loss_costs_what_its_terms_cost(what):
+    settings, terms = TERMS[what]
+    algorithm = make_algorithm(AlgorithmConfig(**settings))
+    found = min(ratio_to_yardstick(lambda: algorithm.loss(batch())) for _ in range(2))
+    assert found <= LIMIT * terms, f"{found:.2f} times the yardstick for {terms} terms"
+
+
+def test_a_micro_batch_costs_its_tokens_and_little_more():
+    """What is wider than a micro-batch is computed once, before the cut: 16 of them cost as much as
+    one of the same tokens, but for the calls themselves.
+    """
+    x = batch()
+    algorithm = make_algorithm(AlgorithmConfig())
+    parts = [
+        Tokens.of(
+            {"old_logp": x.old_logp[cut], "advantage": x.advantage[cut]},
+            x.logp[cut],
+            x.entropy[cut],
+            x.lengths[: SAMPLES // 16],
+        )
+        for cut in (slice(i * PIECE, (i + 1) * PIECE) for i in range(16))
+    ]
+    whole = min(ratio_to_yardstick(lambda: algorithm.loss(x)) for _ in range(2))
+    cut = min(ratio_to_yardstick(lambda: [algorithm.loss(p) for p in parts]) for _ in range(2))
+    assert cut <= whole + 0.5 * len(parts)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from crafted import LIMIT_OF_COST
 
 from fledge.algorithms.advantages import ADVANTAGES
 from fledge.algorithms.returns import gae_parts
@@ -15,7 +16,7 @@ from fledge.algorithms.trajectories import Trajectories, whiten
 from made_batches import episode, group, trajectories
 
 GROUPS, SIZE, LENGTH, TURNS = 64, 8, 512, 4
-MOST = 3.0
+MOST = LIMIT_OF_COST
 
 
 def seconds(work: Callable[[], object], repeats: int = 12) -> float:
