@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fledge.config import TrainConfig, load_config
 from fledge.config.presets import PRESETS
+from fledge.config.schema import ModelConfig
+from fledge.errors import ConfigError, ModelError
 from fledge.log import Clock
+from fledge.models.load import export, load_policy
+from fledge.models.reward import save_reward_model
+from fledge.models.value import ValueHead
 from fledge.orchestration import train
 from fledge.orchestration.rundir import live_lines
 
@@ -199,3 +205,30 @@ def test_replies_from_a_cut_distribution_are_not_compared_with_the_whole_one(tmp
         assert line["optim/grad_norm"] > 0
         assert not any(name.startswith("mismatch/") for name in line)
     assert report["health"]["worst_mismatch"] == 0
+
+
+def test_a_critic_may_start_from_a_reward_model(tmp_path: Path):
+    policy = load_policy(ModelConfig(random_init=True, device="cpu"), seed=5)
+    head = ValueHead(policy.config.hidden_size)
+    torch.nn.init.constant_(head.linear.bias, 0.75)
+    save_reward_model(policy, head, tmp_path / "judge", {})
+    settings = {"name": "ppo", "critic": {"path": str(tmp_path / "judge")}}
+    train(recipe(tmp_path / "run", "steps=1", algorithm=settings))
+    (line,) = metrics_of(tmp_path / "run")
+    assert line["critic/value_mean"] == pytest.approx(0.75)
+
+
+def test_a_teacher_of_another_family_is_refused(tmp_path: Path):
+    other = tmp_path / "other"
+    export(load_policy(ModelConfig(random_init=True, device="cpu"), seed=5), other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {"name": "distill", "teacher": str(other)}
+    with pytest.raises(ConfigError, match=r"algorithm\.teacher: .*another vocabulary"):
+        train(recipe(tmp_path / "run", algorithm=settings))
+    settings = {"name": "distill", "teacher": str(tmp_path / "missing")}
+    with pytest.raises(ModelError, match=r"algorithm\.teacher: .*no folder here"):
+        train(recipe(tmp_path / "run", algorithm=settings))

@@ -214,7 +214,7 @@ def _read_recipe(recipe: str | Path | Mapping[str, Any]) -> tuple[str, dict[str,
         raise ConfigError(
             f"recipe {name!r} must be a mapping of keys to values, not {type(loaded).__name__}"
         )
-    return f"recipe {path.name}", loaded
+    return f"recipe {path.name}", _with_numbers(loaded)
 
 
 def _parse_value(text: str) -> Any:
@@ -222,9 +222,17 @@ def _parse_value(text: str) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    if isinstance(value, str):
-        # YAML 1.1 reads 1e-4 as text; people mean the number.
-        return float(value) if _EXPONENT.fullmatch(value) else value
+    return _with_numbers(value)
+
+
+def _with_numbers(value: Any) -> Any:
+    """YAML 1.1 reads 1e-4 as text; people mean the number."""
+    if isinstance(value, dict):
+        return {key: _with_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(inner) for inner in value]
+    if isinstance(value, str) and _EXPONENT.fullmatch(value):
+        return float(value)
     return value
 
 

@@ -34,18 +34,26 @@ def save_reward_model(
 
 def load_reward_model(path: str | Path, like: ModelConfig) -> tuple[Policy, ValueHead]:
     """What `save_reward_model` wrote, frozen, with the device and the dtype of `like`."""
-    file = Path(path) / HEAD
-    if not file.is_file():
+    if not has_value_head(path):
         raise ModelError(
             f"{KEY}: {str(path)!r} is no reward model (there is no {HEAD} in it); give the export "
             "of a `fledge prefer` run with loss=bradley_terry, which is its run_dir/model"
         )
     config = ModelConfig(path=str(path), device=like.device, dtype=like.dtype)
     policy = load_policy(config, 0, KEY)
-    head = ValueHead(policy.config.hidden_size)
-    try:
-        head.load_state_dict(load_file(file))
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise ModelError(f"{KEY}: the value head in {str(path)!r} is damaged: {error}") from None
+    head = ValueHead(policy.config.hidden_size).to(policy.device)
+    load_value_head(head, path, KEY)
     policy.module.requires_grad_(False)
-    return policy, head.requires_grad_(False).to(policy.device)
+    return policy, head.requires_grad_(False)
+
+
+def has_value_head(path: str | Path) -> bool:
+    return (Path(path) / HEAD).is_file()
+
+
+def load_value_head(head: ValueHead, path: str | Path, key: str) -> None:
+    """Copy a saved head into this one; `key` is the setting that named the folder."""
+    try:
+        head.load_state_dict(load_file(Path(path) / HEAD))
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise ModelError(f"{key}: the value head in {str(path)!r} is damaged: {error}") from None

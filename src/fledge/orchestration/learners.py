@@ -13,7 +13,10 @@ from fledge.config import TrainConfig
 from fledge.errors import ConfigError
 from fledge.interfaces import Loss
 from fledge.models.load import Policy, load_policy
+from fledge.models.reward import has_value_head, load_value_head
 from fledge.trainer import Critic, LocalTrainer, copy_of, learning_rate
+
+CRITIC_PATH = "algorithm.critic.path"
 
 
 @dataclass(frozen=True)
@@ -50,18 +53,24 @@ def _teacher(config: TrainConfig, policy: Policy) -> Policy:
     name = str(config.algorithm.teacher)
     left = {"path": name, "random_init": False, "overrides": {}, "lora": None}
     teacher = load_policy(config.model.model_copy(update=left), config.seed, key)
-    ours, theirs = (p.tokenizer.get_vocab() for p in (policy, teacher))
-    if ours != theirs or teacher.vocabulary != policy.vocabulary:
-        raise ConfigError(
-            f"{key}: {name!r} has another vocabulary than the policy, so its log-probs are those "
-            "of other tokens; name a model of the same family"
-        )
+    _refuse_other_tokens(teacher, policy, key)
     teacher.module.requires_grad_(False)
     return teacher
 
 
+def _refuse_other_tokens(other: Policy, policy: Policy, key: str) -> None:
+    """Models of one family may pad their embeddings differently; their tokens must be the same."""
+    if other.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+        raise ConfigError(
+            f"{key}: {other.source!r} has another vocabulary than the policy, so it would score "
+            "other tokens; name a model of the same family"
+        )
+
+
 def make_critic(config: TrainConfig, algorithm: Algorithm, policy: Policy) -> Critic | None:
-    """A separate value model, where the estimator needs values and the policy has no value head."""
+    """A separate value model, where the estimator needs values and the policy has no value head. A
+    reward model is a fine one to start from: its head is taken over.
+    """
     settings = config.algorithm.critic
     if "value" not in algorithm.needs or algorithm.value_coef:
         return None
@@ -70,18 +79,19 @@ def make_critic(config: TrainConfig, algorithm: Algorithm, policy: Policy) -> Cr
     else:
         left = {"path": settings.path, "random_init": False, "overrides": {}}
         model = config.model.model_copy(update=left)
-        start = load_policy(model, config.seed, "algorithm.critic.path")
-        if start.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-            raise ConfigError(
-                f"algorithm.critic.path: {settings.path!r} has another vocabulary than the policy"
-            )
+        start = load_policy(model, config.seed, CRITIC_PATH)
+        _refuse_other_tokens(start, policy, CRITIC_PATH)
     lora = config.model.lora
-    return Critic(
+    critic = Critic(
         start,
         config.optim,
         plus_ratio=lora.plus_ratio if lora else 1.0,
         gradient_checkpointing=config.model.gradient_checkpointing,
     )
+    if settings.path is not None and has_value_head(settings.path):
+        assert critic.value_head is not None
+        load_value_head(critic.value_head, settings.path, CRITIC_PATH)
+    return critic
 
 
 @dataclass(frozen=True)

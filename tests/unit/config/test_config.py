@@ -54,6 +54,20 @@ def test_plug_in_arguments_can_be_added_and_are_dropped_with_their_plug_in():
     assert replaced.config.algorithm.loss.arguments == {}
 
 
+def test_exponents_are_numbers_in_files_and_on_the_command_line(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "env: arithmetic\ndata: {train: tasks.jsonl}\noptim: {lr: 2e-5}\n"
+        "algorithm: {correction: [{name: token_tis, cap: 1e1}]}\n"
+    )
+    found = resolve(recipe=path).config
+    assert found.optim.lr == 2e-5
+    assert found.algorithm.correction[0].arguments == {"cap": 10.0}
+    assert resolve(
+        "algorithm.loss={name: clipped, high: 3e-1}"
+    ).config.algorithm.loss.arguments == {"high": 0.3}
+
+
 def test_recipes_may_be_json(tmp_path):
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps({**RECIPE, "steps": 3}))

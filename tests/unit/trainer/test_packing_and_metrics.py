@@ -13,7 +13,7 @@ from fledge.algorithms.reduce import token_weights
 from fledge.config.schema import AlgorithmConfig
 from fledge.data.batch import pack, pack_samples
 from fledge.types import Episode, Group, Outcome, Sample, Segment, Task
-from helpers import ragged_batch, run, trainer_of
+from helpers import ragged_batch, run, tiny_policy, trainer_of
 
 
 def segment(prompt: list[int], reply: list[int], first: float) -> Segment:
@@ -132,3 +132,47 @@ def test_mismatch_is_measured_against_the_engine_and_only_before_the_first_updat
     run(trainer.forward_backward(second, clipped))
     trainer.optimizer.clear()
     assert not any(name.startswith("mismatch/") for name in trainer.metrics())
+
+
+def test_extremes_are_those_of_trained_tokens_alone():
+    """Context may hold anything, and an episode that a rule has masked may have any reward."""
+    policy = tiny_policy()
+    trainer = trainer_of(policy)
+    absurd = Segment(
+        token_ids=(9, 8, 7, 6, 5),
+        logps=(1e9, 1e9, -1.0, 1e9, -1.0),
+        trained=(False, False, True, False, True),
+        versions=(-1, -1, 0, 0, 0),
+    )
+    plain = segment([9, 8], [7, 6, 5], -1.0)
+    episodes = (
+        Episode("t", 0, (absurd,), (1.0,), Outcome.OK, ()),
+        Episode("t", 1, (plain,), (0.0,), Outcome.OK, ()),
+        Episode("t", 2, (plain,), (1e6,), Outcome.TRUNCATED, (), masked="mask_truncated"),
+    )
+    config = AlgorithmConfig(advantage={"name": "grpo", "scale_by_std": False})
+    algorithm = make_algorithm(config)
+    batch, judged = algorithm.judge(pack([Group(Task("t", {}), 0, episodes)]), step=0)
+    for mini in batch.updates(1, 1, 0, functools.partial(token_weights, "token_mean")):
+        run(trainer.forward_backward(mini, algorithm.loss))
+    metrics = trainer.metrics()
+    mean = (1e6 + 1) / 3
+    assert judged["advantage/max"] == pytest.approx(1 - mean)
+    assert judged["advantage/min"] == pytest.approx(0 - mean)
+    assert metrics["mismatch/abs_logp_max"] < 100
+
+
+def test_a_statistic_that_does_not_apply_is_not_counted():
+    trainer = trainer_of(tiny_policy())
+    batch = ragged_batch().weighed(functools.partial(token_weights, "token_mean"))
+    nothing = float("nan")
+
+    def loss(x):
+        some = torch.full_like(x.logp.detach(), nothing)
+        some[:2] = torch.tensor([1.0, 3.0])
+        never = torch.full_like(some, nothing)
+        return -x.logp, {"a/mean": some, "a/of_max": some, "a/of_min": some, "a/never": never}
+
+    run(trainer.forward_backward(batch, loss))
+    found = {name: v for name, v in trainer.metrics().items() if name.startswith("a/")}
+    assert found == {"a/mean": 2.0, "a/of_max": 3.0, "a/of_min": 1.0}
