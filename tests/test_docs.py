@@ -1,10 +1,13 @@
 """Every command and example of the README and the docs, executed as it is written.
 
 Blocks that carry a file name (```yaml my_recipe.yaml) are written to that file; ```bash blocks are
-run line by line, in order, with the quickstart and benchmarks at `--smoke` sizes; ```python blocks
-without a name are run.
+run line by line, in order, with the quickstart, benchmarks and comparisons at `--smoke` sizes;
+```python blocks without a name are run. The settings that a page of an algorithm shows are those of
+its preset.
 """
 
+import importlib
+import inspect
 import os
 import re
 import shlex
@@ -12,21 +15,42 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from fledge.algorithms import ADVANTAGES, CORRECTIONS, KL, LOSSES, REDUCTIONS
 from fledge.cli.main import main
+from fledge.config import PreferConfig, SftConfig, TrainConfig, load_config
+from fledge.config.presets import PRESETS
+from fledge.config.schema import ShapingConfig
+from fledge.orchestration.advice import advice
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+ALGORITHMS = ROOT / "docs" / "algorithms"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(ALGORITHMS.glob("*.md")),
+]
 BLOCK = re.compile(r"^```(\w+)(?: ([\w./-]+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 LONG = {"quickstart", "bench"}
 """A command with one of these words runs with `--smoke`."""
 
 
-def blocks():
-    for page in PAGES:
+def blocks(*pages):
+    for page in pages or PAGES:
         for language, name, text in BLOCK.findall(page.read_text()):
             yield page.name, language, name, text
+
+
+def script(name):
+    """A module of scripts/."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
 
 
 def run(line):
@@ -34,6 +58,9 @@ def run(line):
     if line.startswith("make "):
         return make_target(line)
     words = shlex.split(line)
+    if words[:2] == ["python", "scripts/compare.py"]:
+        # The first page compares all of them; what is finished is not run again.
+        return script("compare").main([*words[2:], "--smoke"])
     assert words[0] == "fledge", f"the docs show a command that is not tested: {line}"
     smoke = words[1] in ("train", "bench") and LONG & set(words)
     argv, sys.argv = sys.argv, [*words, *(["--smoke"] if smoke else [])]
@@ -91,14 +118,23 @@ def test_every_example_runs(desk):
 
 def test_links_and_pictures_exist():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name} points to {target}"
+        for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            if target.startswith("http"):
+                continue
+            file, _, heading = target.partition("#")
+            other = page.parent / file if file else page
+            assert other.exists(), f"{page.name} points to {target}"
+            assert not heading or heading in headings(other), f"{page.name} points to {target}"
+
+
+def headings(page):
+    """The anchors of a page, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_documents_name_only_keys_that_exist():
     from fledge.config.load import walk_keys
-    from fledge.config.schema import PreferConfig, SftConfig, TrainConfig
 
     schemas = (TrainConfig, SftConfig, PreferConfig)
     known = {key for schema in schemas for key, _ in walk_keys(schema)}
@@ -109,10 +145,96 @@ def test_documents_name_only_keys_that_exist():
                 assert word in known | sections, f"{page.name} speaks of {word}"
 
 
-def test_the_page_of_settings_is_made_from_the_schema(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import settings
-
+def test_the_page_of_settings_is_made_from_the_schema():
+    settings = script("settings")
     assert settings.PAGE.read_text() == settings.page(), "run python scripts/settings.py"
     unexplained = [line for line in settings.page().splitlines() if line.endswith("|  |")]
     assert not unexplained
+
+
+# ---- the pages of algorithms
+
+TASK = {"env": "arithmetic", "data": {"train": {"name": "arithmetic"}}}
+PLUGINS = {"advantage": ADVANTAGES, "loss": LOSSES}
+
+
+def page_of(name):
+    return ALGORITHMS / script("compare").page_of(name)
+
+
+def yaml_of(page):
+    """The settings that a page shows: the one YAML block without a file name."""
+    (found,) = [text for _, language, name, text in blocks(page) if language == "yaml" and not name]
+    return yaml.safe_load(found)
+
+
+def loaded(algorithm):
+    return load_config(TrainConfig, {**TASK, "algorithm": algorithm}, environ={})
+
+
+def spelled_out(algorithm):
+    """The section with the arguments that its plug-ins have by default, so that a page may show
+    them and must show them right.
+    """
+    values = loaded(algorithm).config.algorithm.model_dump(mode="json")
+    for key, known in PLUGINS.items():
+        values[key] = with_defaults(known, values[key])
+    values["correction"] = [with_defaults(CORRECTIONS, c) for c in values["correction"]]
+    return values
+
+
+def with_defaults(known, plugin):
+    parameters = inspect.signature(known[plugin["name"]]).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty} | plugin
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_page_shows_the_settings_of_its_preset(name):
+    shown = yaml_of(page_of(name))
+    assert shown.keys() == {"algorithm"} and shown["algorithm"]["name"] == name
+    given = {key: shown["algorithm"][key] for key in ("teacher",) if key in shown["algorithm"]}
+    expected = spelled_out({"name": name, **given})
+    assert spelled_out(shown["algorithm"]) == expected
+
+    without_name = {k: v for k, v in shown["algorithm"].items() if k != "name"}
+    assert spelled_out(without_name) == expected | {"name": "grpo"}, "something is left to the name"
+    inert = [text for text in advice(loaded(shown["algorithm"]), 0) if "no effect" in text]
+    assert not inert
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "sft", "dpo"])
+def test_a_page_has_everything_that_belongs_there(name):
+    page = page_of(name)
+    text, picture = page.read_text(), f"{page.stem}.svg"
+    assert "$$" in text and "**When to use it.**" in text
+    assert f"]({picture})" in text and f"```bash\npython scripts/compare.py {name}\n```" in text
+    assert page.with_suffix(".svg").exists(), f"no {picture}; run python scripts/compare.py"
+
+
+def test_every_page_is_of_an_algorithm_and_linked():
+    found = {page.name for page in ALGORITHMS.glob("*.md")} - {"README.md", "parts.md"}
+    assert found == {page_of(name).name for name in [*PRESETS, "sft", "dpo"]}
+
+
+def test_recipes_of_supervised_pages_and_of_parts_are_valid():
+    load_config(SftConfig, yaml_of(page_of("sft")), environ={})
+    load_config(PreferConfig, yaml_of(page_of("dpo")), environ={})
+    for _, language, name, text in blocks(ALGORITHMS / "parts.md"):
+        if language == "yaml" and not name:
+            load_config(TrainConfig, {**TASK, **yaml.safe_load(text)}, environ={})
+
+
+@pytest.mark.parametrize(
+    "names", [ADVANTAGES, LOSSES, CORRECTIONS, KL, REDUCTIONS, ShapingConfig.model_fields]
+)
+def test_every_built_in_part_is_explained(names):
+    pages = [page for page in ALGORITHMS.glob("*.md") if page.name != "README.md"]
+    text = "\n".join(page.read_text() for page in pages)
+    missing = [name for name in names if not re.search(rf"`{re.escape(name)}[`:=]", text)]
+    assert not missing
+
+
+def test_the_overview_names_every_built_in_part():
+    text = (ALGORITHMS / "README.md").read_text()
+    for names in (ADVANTAGES, LOSSES, CORRECTIONS, KL, REDUCTIONS):
+        assert not [name for name in names if f"`{name}`" not in text]

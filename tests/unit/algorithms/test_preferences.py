@@ -85,6 +85,18 @@ def test_smoothed_labels_are_a_mixture_of_both_orders():
     assert torch.allclose(smoothed, 0.8 * plain + 0.2 * swapped)
 
 
+def test_the_chosen_reply_can_be_held_up_by_its_likelihood():
+    logp = LOGP.clone().requires_grad_()
+    plain = dpo(tokens(logp=LOGP, ref_logp=REF), beta=0.5)[0]
+    held = dpo(tokens(logp=logp, ref_logp=REF), beta=0.5, nll=0.2)[0]
+    likelihood = real(-1.5, -1.5, -1.5, -3.0, -3.0, -3.0, -3.0)  # means over the chosen tokens
+    assert torch.allclose(held.detach(), plain - 0.2 * likelihood)
+    more = torch.autograd.grad(held.sum(), logp)[0]
+    less = torch.autograd.grad(dpo(tokens(logp=logp, ref_logp=REF), beta=0.5)[0].sum(), logp)[0]
+    moved = (more - less).tolist()
+    assert moved == pytest.approx([-0.2 * 3 / 2, -0.2 * 3 / 2, 0, -0.2 * 4, 0, 0, 0])
+
+
 @pytest.mark.parametrize("beta", [0.05, 1.0])
 def test_at_the_reference_dpo_is_log_2_and_no_order_is_right(beta: float):
     loss, stats = dpo(tokens(logp=LOGP, ref_logp=LOGP), beta=beta)
