@@ -40,6 +40,11 @@ class Result:
     cpu: float
 
 
+def read(file: Path) -> Result:
+    found = json.loads(file.read_text())
+    return Result(**{**found, "accuracy": {int(s): v for s, v in found["accuracy"].items()}})
+
+
 class Comparison:
     """Runs in one folder that all start from the same warm start."""
 
@@ -70,9 +75,7 @@ class Comparison:
         label = label or name
         known = self.folder / f"{label}.json"
         if known.exists():
-            found = json.loads(known.read_text())
-            found["accuracy"] = {int(step): score for step, score in found["accuracy"].items()}
-            return Result(**found)
+            return read(known)
         start = self.start()
         if name == "distill":
             algorithm = {"teacher": self._teacher(), **algorithm}
@@ -100,12 +103,10 @@ class Comparison:
         run = Path(report["model"]).parent
         steps = [line for line in live_lines(run, "metrics") if line["step"]]
         config = fledge.load_config(fledge.TrainConfig, run / "config.yaml").config
-        groups = sum(config.rollout.groups_per_step + s.get("group/filtered", 0) for s in steps)
-        size = config.rollout.group_size + (config.algorithm.advantage.name == "remax")
         return Result(
             label,
             {int(step): found["average"] for step, found in report["evaluations"].items()},
-            int(groups) * size,
+            sum(1 for _ in live_lines(run, "episodes")),
             len(steps) * config.algorithm.updates,
             time.process_time() - began,
         )
@@ -119,13 +120,13 @@ class Comparison:
         """Demonstrations that carry, or pairs of sums with and without carries; scored now and then
         by raising `steps`.
         """
-        total = 2 if self.smoke else self.recipe.steps
+        total = 1 if self.smoke else self.recipe.steps
         source = {
             "sft": {"name": "arithmetic_demonstrations", "forget": 0.0},
             "dpo": {"name": "arithmetic_pairs"},
         }[name]
         kinds = {"sft": (fledge.sft, fledge.SftConfig), "dpo": (fledge.prefer, fledge.PreferConfig)}
-        optim = {"lr": {"sft": 7e-4, "dpo": 2e-4}[name], "warmup_steps": 1, "beta2": 0.95}
+        optim = {"lr": {"sft": 7e-4, "dpo": 2e-4}[name], "warmup_steps": 0, "beta2": 0.95}
         accuracy = {0: self._score(start)}
         every = 1 if self.smoke else EVERY
         for step in range(every, total + 1, every):
@@ -134,6 +135,7 @@ class Comparison:
                 "model": {"path": start},
                 "data": {"train": source, "batch_size": 4 if self.smoke else 512},
                 "optim": optim,
+                **({"loss": {"name": "dpo", "nll": 1.0}} if name == "dpo" else {}),
             }
             report = self._finished(*kinds[name], name, values, smoke=False)
             accuracy[step] = self._score(report["model"])
@@ -229,8 +231,9 @@ def curve(result: Result, other: Result | None = None) -> str:
     return "\n".join([f'{head}font-family="sans-serif" font-size="11">', *parts, "</svg>\n"])
 
 
-def write(results: Sequence[Result], folder: Path) -> None:
-    reference = next((r for r in results if r.name == "grpo"), None)
+def write(results: Sequence[Result], folder: Path, known: Path) -> None:
+    """The curves; that of GRPO is in all of them, once it has been run."""
+    reference = read(known) if known.exists() else None
     for result in results:
         name = page_of(result.name).removesuffix(".md")
         (folder / f"{name}.svg").write_text(curve(result, reference))
@@ -258,7 +261,7 @@ def main(arguments: Sequence[str]) -> int:
         results.append(comparison.run(name))
         print(f"{name}: {results[-1].accuracy}", flush=True)
     print(table(results))
-    write(results, folder if smoke else PAGES)
+    write(results, folder if smoke else PAGES, folder / "grpo.json")
     if not smoke and names == NAMES:
         put_between(PAGES / "README.md", table(results))
     return 0

@@ -58,7 +58,8 @@ def table(keys: Iterable[tuple[str, FieldInfo]]) -> Iterator[str]:
         meaning = (field.description or "").replace("|", "\\|")
         choices = [f"`{c}`" for c in get_args(field.annotation) if isinstance(c, str)]
         listed = f" ({', '.join(choices)})" if choices else ""
-        yield f"| `{key}` | {default(field)} | {meaning}{listed} |"
+        shown = "by method" if key == "optim.lr" else default(field)
+        yield f"| `{key}` | {shown} | {meaning}{listed} |"
 
 
 def default(field: FieldInfo) -> str:

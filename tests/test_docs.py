@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from fledge.algorithms import ADVANTAGES, CORRECTIONS, KL, LOSSES, REDUCTIONS
+from fledge.algorithms.preferences import PREFERENCES
 from fledge.cli.main import main
 from fledge.config import PreferConfig, SftConfig, TrainConfig, load_config
 from fledge.config.presets import PRESETS
@@ -218,7 +219,9 @@ def test_every_page_is_of_an_algorithm_and_linked():
 
 def test_recipes_of_supervised_pages_and_of_parts_are_valid():
     load_config(SftConfig, yaml_of(page_of("sft")), environ={})
-    load_config(PreferConfig, yaml_of(page_of("dpo")), environ={})
+    dpo = yaml_of(page_of("dpo"))
+    load_config(PreferConfig, dpo, environ={})
+    assert dpo["loss"] == with_defaults(PREFERENCES, {"name": "dpo"})
     for _, language, name, text in blocks(ALGORITHMS / "parts.md"):
         if language == "yaml" and not name:
             load_config(TrainConfig, {**TASK, **yaml.safe_load(text)}, environ={})

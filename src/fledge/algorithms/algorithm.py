@@ -95,7 +95,7 @@ class Algorithm:
         x = Tokens.of(mini.columns, fresh, torch.zeros_like(fresh), mini.lengths.to(fresh.device))
         x = self._anchored(x)
         draw = mini.columns["draw"].to(fresh.device)
-        return mini.with_columns(chosen=cast(Any, self.policy_loss).prepare(x, draw))
+        return mini.with_columns(chosen=checked_choice(self.policy_loss, x, draw))
 
     def _anchored(self, x: Tokens) -> Tokens:
         return replace(x, old_logp=x.logp.detach()) if self.starts_here else x
@@ -114,7 +114,7 @@ class Algorithm:
             stats |= found
         stats |= {
             "term/policy": loss.detach().abs(),
-            "policy/clamped_frac": out_of_range(x.logp, x.old_logp),
+            "policy/clamped_frac": out_of_range(x),
         }
         if self.kl_in_loss:
             assert x.ref_logp is not None
@@ -168,6 +168,7 @@ def make_algorithm(config: AlgorithmConfig, seed: int = 0) -> Algorithm:
     estimator = make_estimator(config.advantage)
     loss = make_loss(config.loss)
     needs = set(getattr(estimator, "needs", ()))
+    _refuse_unknown_needs(needs, config)
     if config.kl.coef:
         needs.add("ref_logp")
     if config.recomputed and config.updates > 1:
@@ -199,6 +200,18 @@ def make_algorithm(config: AlgorithmConfig, seed: int = 0) -> Algorithm:
         value_coef=config.critic.coef if value_head else 0.0,
         value_clip=config.critic.clip,
     )
+
+
+def _refuse_unknown_needs(needs: set[str], config: AlgorithmConfig) -> None:
+    key = f"algorithm.advantage: {config.advantage.label}"
+    unknown = needs - {"value", "ref_logp", "teacher_logp"}
+    if unknown:
+        raise PluginError(
+            f"{key} needs {min(unknown)!r}, which nobody computes (there are: value, ref_logp, "
+            "teacher_logp)"
+        )
+    if "teacher_logp" in needs and config.teacher is None:
+        raise PluginError(f"{key} needs a teacher; set algorithm.teacher")
 
 
 def make_estimator(spec: Plugin, key: str = "algorithm.advantage") -> Estimator:
@@ -246,6 +259,8 @@ def make_loss(spec: Plugin, key: str = "algorithm.loss") -> PolicyLoss:
     if inspect.isclass(found):
         made: Any = found(**check_arguments(found, spec.arguments, key))
         check_positional(made, ("tokens",), key)
+        if hasattr(made, "prepare"):
+            check_positional(made.prepare, ("tokens", "draw"), f"{key}: prepare")
         return cast(PolicyLoss, made)
     return bind(found, {}, key, positional=("tokens",), arguments=spec.arguments)
 
@@ -287,6 +302,11 @@ def checked_estimate(estimator: Estimator, t: Trajectories) -> tuple[Tensor, Ten
         if not column.isfinite().all():
             place = int((~column.isfinite()).nonzero()[0, 0])
             raise PluginError(f"{key}: not finite for task {_task_at(t, place)!r}")
+    if returns is None and t.value is not None:
+        raise PluginError(
+            f"{key}: asks for values, so it must return (advantage, returns): the critic learns "
+            "from the returns"
+        )
     return advantage, returns
 
 
@@ -328,7 +348,22 @@ def checked_weight(correction: Correction, x: Tokens, log_rho: Tensor) -> Tensor
         raise PluginError(f"{key}: {type(error).__name__}: {error}") from error
     if not isinstance(weight, Tensor) or weight.shape != log_rho.shape:
         raise PluginError(f"{key}: must return one weight per token {tuple(log_rho.shape)}")
+    if not weight.isfinite().all():
+        raise PluginError(f"{key}: a weight is not finite")
     return weight.detach().to(log_rho)
+
+
+def checked_choice(loss: PolicyLoss, x: Tokens, draw: Tensor) -> Tensor:
+    key = "algorithm.loss: prepare"
+    try:
+        chosen = cast(Any, loss).prepare(x, draw)
+    except FledgeError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{key}: {type(error).__name__}: {error}") from error
+    if not isinstance(chosen, Tensor) or chosen.shape != x.logp.shape:
+        raise PluginError(f"{key}: must return one number per token {tuple(x.logp.shape)}")
+    return chosen
 
 
 # ---- helpers of `judge`

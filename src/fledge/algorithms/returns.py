@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fledge.algorithms.bounds import NotNegative
 from fledge.algorithms.tokens import safe_log_ratio
 from fledge.algorithms.trajectories import Trajectories, discounted_to_go, on_batch, whiten
 from fledge.errors import PluginError
@@ -155,12 +156,18 @@ def turn(
 
 
 @on_batch(needs={"teacher_logp"})
-def distillation(t: Trajectories) -> Tensor:
+def distillation(t: Trajectories, *, reward: NotNegative = 0.0) -> Tensor:
     r"""$A_t = -(\log\pi_\mathrm{old} - \log\pi_\mathrm{teacher})$: the reverse KL to the teacher on
     the policy's own tokens (arXiv:2306.13649).
+
+    `reward` is the weight of the episode's reward, less the mean of its group, on top of it.
     """
     assert t.teacher_logp is not None
-    return safe_log_ratio(t.teacher_logp, t.old_logp)
+    advantage = safe_log_ratio(t.teacher_logp, t.old_logp)
+    if reward:
+        deviation, _ = _deviations(t.episode_reward[:, None], _group_sizes(t))
+        advantage = advantage + reward * t.per_token(deviation[:, 0])
+    return advantage
 
 
 # ---- groups

@@ -129,7 +129,13 @@ def safe_logp(logp: Tensor) -> Tensor:
     return logp.clamp(min=LEAST_LOGP)
 
 
-def out_of_range(logp: Tensor, other: Tensor) -> Tensor:
-    """1 where `safe_log_ratio` had to bound something: what it bounds is counted."""
-    gap = logp.detach() - other
-    return (~(gap.abs() <= MAX_LOG_RATIO)).to(logp.dtype)
+def out_of_range(x: Tokens) -> Tensor:
+    """1 where a ratio to the old policy or to the engine's had to be bounded: it is counted."""
+    found = _beyond(x.logp, x.old_logp)
+    if x.engine_logp is not x.old_logp:
+        found = torch.maximum(found, _beyond(x.logp, x.engine_logp))
+    return found
+
+
+def _beyond(logp: Tensor, other: Tensor) -> Tensor:
+    return (logp.detach() - other).abs_().sub_(MAX_LOG_RATIO).gt_(0)

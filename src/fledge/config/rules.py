@@ -125,7 +125,14 @@ def _gdpo_sees_parts(c: TrainConfig) -> str | None:
         "algorithm.shaping.overlong_buffer": a.shaping.overlong_buffer,
         "algorithm.shaping.zero_unless_stopped": a.shaping.zero_unless_stopped,
         "rollout.reward_weights": c.rollout.reward_weights,
+        "reward_model.weight": c.reward_model is not None and c.reward_model.weight != 1,
     }
+    for key in ("dynamic_sampling", "mask_zero_variance"):
+        if getattr(a.shaping, key) not in ("off", False):
+            return (
+                f"algorithm.shaping.{key} compares whole rewards, but algorithm.advantage=gdpo "
+                "their parts: groups with equal sums would be lost; drop one of them"
+            )
     for key, is_on in unseen.items():
         if is_on:
             return (
@@ -162,17 +169,18 @@ def _cut_distribution(c: TrainConfig) -> str | None:
         return None
     keys = " and ".join(f"rollout.{name}" for name in cut)
     compared = (
-        ("algorithm.old=engine" if not a.recomputed and a.loss.name != "policy_gradient" else "")
-        or ("algorithm.correction" if a.correction else "")
+        ("algorithm.correction" if a.correction else "")
         or (f"algorithm.loss={a.loss.label}" if _anchored_at_engine(c) else "")
         or ("algorithm.kl.placement=reward" if a.kl.coef and a.kl.placement == "reward" else "")
         or ("algorithm.advantage=distillation" if a.advantage.name == "distillation" else "")
     )
+    cure = "drop the filter, or what compares them"
+    if not compared and not a.recomputed and a.loss.name != "policy_gradient":
+        compared, cure = "algorithm.old=engine", "drop the filter, or set algorithm.old=recomputed"
     if compared:
         return (
             f"{keys}: replies would come from a cut, renormalised distribution, while {compared} "
-            "compares log-probs of the whole one; drop the filter, or set "
-            "algorithm.old=recomputed without a correction"
+            f"compares log-probs of the whole one; {cure}"
         )
     return None
 
@@ -194,10 +202,19 @@ def _teacher(c: TrainConfig) -> str | None:
             "algorithm.teacher=base is the model with its adapters off, but there are none; set "
             "model.lora, or name another teacher"
         )
+    if a.teacher == "base" and distills and not a.advantage.arguments.get("reward"):
+        return (
+            "algorithm.teacher=base: adapters begin as the base model, so there is nothing to "
+            "imitate; name another teacher, or set algorithm.advantage.reward so that the teacher "
+            "only holds back what the reward drives"
+        )
     return None
 
 
 def _no_reward(c: TrainConfig) -> str | None:
+    advantage = c.algorithm.advantage
+    if advantage.name == "distillation" and not advantage.arguments.get("reward"):
+        return None
     if c.env.name == "reward" and "function" not in c.env.arguments and c.reward_model is None:
         return "env.function: there is nothing to reward with; name a function, or a reward_model"
     return None

@@ -313,7 +313,10 @@ class AlgorithmConfig(Section):
 
 class OptimConfig(Section):
     lr: float = Field(
-        1e-5, ge=0, description="learning rate of AdamW; fits full fine-tuning, adapters want more"
+        1e-5,
+        ge=0,
+        description="learning rate of AdamW; a recipe that names none gets what fits its method, "
+        "ten times as much with LoRA",
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="of the learning rate after the warm-up; falls to 0 at the end"

@@ -43,7 +43,7 @@ def advice(resolved: Resolved[TrainConfig], parameters: int) -> list[str]:
 
 def _inert_algorithm(resolved: Resolved[TrainConfig]) -> Iterator[str]:
     a = resolved.config.algorithm
-    if a.updates == 1 and a.loss.name in RATIO_BOUNDS and not a.correction:
+    if a.updates == 1 and a.loss.name in RATIO_BOUNDS:
         for name in a.loss.arguments:
             if name in RATIO_BOUNDS[str(a.loss.name)]:
                 yield (
@@ -60,6 +60,10 @@ def _inert_algorithm(resolved: Resolved[TrainConfig]) -> Iterator[str]:
             yield from _set_but(
                 resolved, f"algorithm.critic.{name}", "algorithm.critic.model=head has no own model"
             )
+    else:
+        yield from _set_but(
+            resolved, "algorithm.critic.coef", "a separate critic has a loss of its own"
+        )
     if not a.kl.coef:
         yield from _set_but(resolved, "algorithm.kl", "algorithm.kl.coef is 0", besides=("coef",))
     if a.shaping.dynamic_sampling != "filter":

@@ -54,6 +54,11 @@ def _teacher(config: TrainConfig, policy: Policy) -> Policy:
     left = {"path": name, "random_init": False, "overrides": {}, "lora": None}
     teacher = load_policy(config.model.model_copy(update=left), config.seed, key)
     _refuse_other_tokens(teacher, policy, key)
+    if teacher.vocabulary < policy.vocabulary:
+        raise ConfigError(
+            f"{key}: {name!r} has fewer token embeddings ({teacher.vocabulary}) than the policy "
+            f"({policy.vocabulary}), so it cannot score all that the policy may say"
+        )
     teacher.module.requires_grad_(False)
     return teacher
 

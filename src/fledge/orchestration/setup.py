@@ -169,6 +169,11 @@ def code_digests(config: TrainConfig) -> dict[str, str]:
         "env": config.env.name,
         "algorithm.advantage": config.algorithm.advantage.name,
         "algorithm.loss": config.algorithm.loss.name,
+        **(
+            {"algorithm.token_reward": config.algorithm.token_reward.name}
+            if config.algorithm.token_reward is not None
+            else {}
+        ),
         **{f"algorithm.correction[{i}]": c.name for i, c in enumerate(config.algorithm.correction)},
         **{f"env.{k}": v for k, v in config.env.arguments.items()},
         **{f"metrics[{i}]": m.name for i, m in enumerate(config.metrics)},

@@ -16,7 +16,8 @@ NAME = "reward_model"
 
 @dataclass(frozen=True)
 class RewardModelGenerator:
-    """Adds `weight * score` to the reward of each episode's last turn.
+    """Adds `weight * score` to the reward of each episode's last turn. The raw score is a part of
+    the reward, beside those of the environment, or beside the one number it gave, as `env`.
 
     All episodes of a task, the greedy one included, are scored in one call, so that the score of an
     episode does not depend on what else was going on. An episode without a reply has no score.
@@ -60,7 +61,7 @@ class RewardModelGenerator:
         return replace(
             episode,
             rewards=(*before, last + self.weight * score),
-            components={**episode.components, NAME: score},
+            components={**(episode.components or {"env": sum(episode.rewards)}), NAME: score},
         )
 
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from fledge.algorithms import make_algorithm
+from fledge.algorithms import make_algorithm, on_batch
 from fledge.algorithms.algorithm import checked_loss
 from fledge.algorithms.tokens import Tokens
 from fledge.config.schema import AlgorithmConfig
 from fledge.data.batch import pack
 from fledge.errors import PluginError
-from fledge.types import Episode, Group, Outcome, Task
+from fledge.types import Episode, Group, Outcome, Segment, Task
 
 
 def tokens():
@@ -69,9 +69,83 @@ def test_a_loss_may_be_a_class_with_arguments():
         (lambda x, log_rho: 1 / 0, "ZeroDivisionError"),
         (lambda x, log_rho: 1.0, "must return one weight per token"),
         (lambda x, log_rho: log_rho[:1], "must return one weight per token"),
+        (lambda x, log_rho: log_rho / 0, "a weight is not finite"),
     ],
 )
 def test_a_correction_that_cannot_be_trusted_is_refused_by_name(correction, said):
     algorithm = make_algorithm(AlgorithmConfig(correction=[correction]))
     with pytest.raises(PluginError, match=rf"algorithm\.correction: .*{said}"):
         algorithm.loss(tokens())
+
+
+class Chooses:
+    """A loss that looks at the mini-batch first, and may do it wrongly."""
+
+    def __init__(self, *, answer: str = "good") -> None:
+        self.answer = answer
+
+    def prepare(self, x: Tokens, draw: torch.Tensor):
+        return {"good": draw.float(), "short": draw[:1], "none": None, "broken": {}}[self.answer][
+            ...
+        ]
+
+    def __call__(self, x: Tokens):
+        return -x.logp * x.chosen, {}
+
+
+class TakesNoDraw(Chooses):
+    def prepare(self, x: Tokens):
+        return x.logp
+
+
+def mini_batch():
+    segment = Segment((1, 2, 3), (0.0, -1.0, -1.0), (False, True, True), (-1, 0, 0))
+    group = Group(Task("t", {}), 0, (Episode("t", 0, (segment,), (1.0,), Outcome.OK, ()),))
+    return pack([group]).with_columns(fresh_logp=torch.tensor([-1.0, -2.0]))
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [("short", "must return one number per token"), ("none", "TypeError"), ("broken", "KeyError")],
+)
+def test_a_choice_that_cannot_be_trusted_is_refused_by_name(answer, said):
+    algorithm = make_algorithm(AlgorithmConfig(loss={"name": Chooses, "answer": answer}))
+    batch, _ = algorithm.judge(mini_batch(), step=0)
+    with pytest.raises(PluginError, match=rf"algorithm\.loss: prepare: .*{said}"):
+        algorithm.prepare(batch)
+
+
+def test_a_good_choice_reaches_the_loss():
+    algorithm = make_algorithm(AlgorithmConfig(loss=Chooses))
+    batch, _ = algorithm.judge(mini_batch(), step=0)
+    assert torch.equal(algorithm.prepare(batch).columns["chosen"], batch.columns["draw"].float())
+
+
+def test_a_loss_whose_prepare_cannot_be_called_is_refused_at_the_start():
+    with pytest.raises(PluginError, match=r"algorithm\.loss: prepare: .*cannot be called"):
+        make_algorithm(AlgorithmConfig(loss=TakesNoDraw))
+
+
+@on_batch(needs={"taecher_logp"})
+def wants_nonsense(t):
+    return t.reward
+
+
+@on_batch(needs={"teacher_logp"})
+def wants_a_teacher(t):
+    return t.reward
+
+
+@on_batch(needs={"value"})
+def forgets_returns(t):
+    return t.reward
+
+
+def test_what_an_estimator_needs_must_be_there():
+    with pytest.raises(PluginError, match=r"algorithm\.advantage: .*'taecher_logp'.*nobody"):
+        make_algorithm(AlgorithmConfig(advantage=wants_nonsense))
+    with pytest.raises(PluginError, match=r"algorithm\.advantage: .*set algorithm\.teacher"):
+        make_algorithm(AlgorithmConfig(advantage=wants_a_teacher))
+    algorithm = make_algorithm(AlgorithmConfig(advantage=forgets_returns))
+    with pytest.raises(PluginError, match=r"algorithm\.advantage: .*\(advantage, returns\)"):
+        algorithm.judge(mini_batch().with_columns(value=torch.zeros(2)), step=0)

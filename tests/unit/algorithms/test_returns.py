@@ -337,6 +337,12 @@ def test_distillation_is_minus_the_reverse_kl_of_each_token():
     assert distillation(t).tolist() == [-1, 1.5, 0]
 
 
+def test_a_reward_may_drive_what_a_teacher_holds_back():
+    t = trajectories(simple(3, 1, lengths=[2, 1]))
+    t = replace(t, old_logp=tensor(-1, -2, -3), teacher_logp=tensor(-2, -0.5, -3))
+    assert distillation(t, reward=0.5).tolist() == [-1 + 0.5, 1.5 + 0.5, 0 - 0.5]
+
+
 def test_distillation_stays_finite_where_the_teacher_would_never_go():
     t = trajectories(simple(1, 0, lengths=[2, 1]))
     impossible = tensor(-torch.inf, -0.5, -50)

@@ -119,6 +119,14 @@ REFUSED = {
         ["algorithm.name=distill", "algorithm.teacher=base"],
         r"algorithm\.teacher=base .* set model\.lora",
     ),
+    "adapters that imitate what they begin as": (
+        ["algorithm.name=distill", "algorithm.teacher=base", "model.lora.rank=4"],
+        r"algorithm\.teacher=base: .*nothing to imitate.*algorithm\.advantage\.reward",
+    ),
+    "a filter that does not see the parts of gdpo": (
+        ["algorithm.advantage=gdpo", "algorithm.shaping.dynamic_sampling=filter"],
+        r"algorithm\.shaping\.dynamic_sampling compares whole rewards",
+    ),
     "no reward at all": (
         ["env=reward"],
         r"env\.function: there is nothing to reward with",
@@ -159,6 +167,17 @@ ACCEPTED = {
         "algorithm.kl.coef=0.1",
         "algorithm.kl.ref_every=1",
         "algorithm.epochs=2",
+    ],
+    "a teacher that holds back what the reward drives": [
+        "algorithm.name=distill",
+        "algorithm.teacher=base",
+        "algorithm.advantage.reward=1.0",
+        "model.lora.rank=4",
+    ],
+    "distillation without a reward": [
+        "algorithm.name=distill",
+        "algorithm.teacher=tiny",
+        "env=reward",
     ],
     "groups of one without a group baseline": ["algorithm.name=reinforce", "rollout.group_size=1"],
 }

@@ -22,6 +22,14 @@ def said(*overrides: str, parameters: int = 1000) -> list[str]:
             ["algorithm.name=ppo", "algorithm.critic.model=head", "algorithm.critic.lr=1e-3"],
             "algorithm.critic.lr has no effect: algorithm.critic.model=head",
         ),
+        (
+            ["algorithm.name=ppo", "algorithm.critic.coef=1.0"],
+            "algorithm.critic.coef has no effect: a separate critic",
+        ),
+        (
+            ["algorithm.loss.high=0.3", "algorithm.correction=[token_tis]"],
+            "algorithm.loss.high has no effect",
+        ),
         (["algorithm.kl.estimator=k2"], "algorithm.kl.estimator has no effect"),
         (["algorithm.shaping.max_rounds=2"], "algorithm.shaping.max_rounds has no effect"),
         (["eval.temperature=0.5"], "eval.temperature has no effect"),

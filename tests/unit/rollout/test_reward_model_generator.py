@@ -45,7 +45,7 @@ def test_the_score_is_added_to_the_last_turn_and_kept_raw():
     group = generate(inner, weight=0.5)
     assert inner.asked == [(TASK, 2, 3, 7)]
     first, second = group.episodes
-    assert (first.rewards, first.components) == ((2.0,), {"reward_model": 3.0})
+    assert (first.rewards, first.components) == ((2.0,), {"env": 0.5, "reward_model": 3.0})
     assert second.rewards == (1.0, 4.5)
     assert second.components == {"right": 3.0, "reward_model": 5.0}
     assert second.reward == 5.5
@@ -86,7 +86,7 @@ def test_a_failed_greedy_episode_has_no_score():
 def test_what_the_environment_says_after_the_end_is_not_judged():
     last = Message("tool", "a long text of the environment")
     group = generate(Fake(episode("abc", after=(last,))))
-    assert group.episodes[0].components == {"reward_model": 3.0}
+    assert group.episodes[0].components == {"env": 0.5, "reward_model": 3.0}
 
 
 def test_an_episode_without_a_reply_has_no_score():
