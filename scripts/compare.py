@@ -126,7 +126,7 @@ class Comparison:
             "dpo": {"name": "arithmetic_pairs"},
         }[name]
         kinds = {"sft": (fledge.sft, fledge.SftConfig), "dpo": (fledge.prefer, fledge.PreferConfig)}
-        optim = {"lr": {"sft": 7e-4, "dpo": 2e-4}[name], "warmup_steps": 0, "beta2": 0.95}
+        optim = {"lr": {"sft": 7e-4, "dpo": 2e-4}[name], "beta2": 0.95}
         accuracy = {0: self._score(start)}
         every = 1 if self.smoke else EVERY
         for step in range(every, total + 1, every):

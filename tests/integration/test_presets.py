@@ -16,7 +16,7 @@ import torch
 from fledge.config import TrainConfig, load_config
 from fledge.config.presets import PRESETS
 from fledge.config.schema import ModelConfig
-from fledge.errors import ConfigError, ModelError
+from fledge.errors import CheckpointError, ConfigError, ModelError
 from fledge.log import Clock
 from fledge.models.load import export, load_policy
 from fledge.models.reward import save_reward_model
@@ -232,3 +232,20 @@ def test_a_teacher_of_another_family_is_refused(tmp_path: Path):
     settings = {"name": "distill", "teacher": str(tmp_path / "missing")}
     with pytest.raises(ModelError, match=r"algorithm\.teacher: .*no folder here"):
         train(recipe(tmp_path / "run", algorithm=settings))
+
+
+def test_a_teacher_that_has_changed_is_noticed_on_resume(tmp_path: Path):
+    settings = {"name": "distill", "teacher": teach(tmp_path / "teacher")}
+    train(recipe(tmp_path / "run", algorithm=settings))
+    model = tmp_path / "teacher" / "model"
+    export(load_policy(ModelConfig(random_init=True, device="cpu"), seed=9), model)
+    with pytest.raises(CheckpointError, match=r"algorithm\.teacher\.weights"):
+        train(recipe(tmp_path / "run", "steps=3", algorithm=settings))
+
+
+def test_steps_in_which_everything_is_masked_are_survived_and_said(tmp_path: Path):
+    rollout = {"group_size": 4, "groups_per_step": 4, "max_new_tokens": 1}
+    settings = {"name": "ppo", "shaping": {"mask_truncated": True}}
+    report = train(recipe(tmp_path, rollout=rollout, algorithm=settings))
+    assert report["finished"]
+    assert any("nothing was trained" in text for text in report["health"]["warnings"])

@@ -69,8 +69,10 @@ class Algorithm:
 
     def judge(self, batch: Batch, step: int) -> tuple[Batch, dict[str, float]]:
         """Rewards and KL to one advantage per trained token, and what is worth knowing of them."""
+        if not batch.rows:  # everything is masked or filtered: there is nothing to judge
+            return batch, {}
         t, metrics = trajectories_of(batch), {}
-        if self.kl_in_reward is not None and len(t.reward):
+        if self.kl_in_reward is not None:
             assert t.ref_logp is not None
             kl = self.kl(t.old_logp, t.ref_logp)
             t = t.penalised(self.kl_in_reward.coef * kl)
@@ -220,7 +222,7 @@ def make_estimator(spec: Plugin, key: str = "algorithm.advantage") -> Estimator:
     """
     found = resolve(spec.name, ADVANTAGES, key)
     if inspect.isclass(found):
-        made: Any = found(**check_arguments(found, spec.arguments, key))
+        made = _made(found, spec, key)
         check_positional(made, ("trajectories",), key)
         return cast(Estimator, made)
     over_batch = getattr(found, "over_batch", False)
@@ -237,7 +239,12 @@ def _group_by_group(of_group: Callable[..., Sequence[float]], t: Trajectories) -
     """One advantage per episode, repeated for each of its trained tokens."""
     found: list[float] = []
     for group in t.charged():
-        values = [float(v) for v in of_group(group.episodes)]
+        given = of_group(group.episodes)
+        if isinstance(given, Mapping):
+            raise PluginError(
+                "algorithm.advantage: must return a list, one number per episode, not a mapping"
+            )
+        values = [float(v) for v in given]
         if len(values) != len(group.episodes):
             raise PluginError(
                 f"algorithm.advantage: {len(values)} advantages for the {len(group.episodes)} "
@@ -257,12 +264,23 @@ def make_loss(spec: Plugin, key: str = "algorithm.loss") -> PolicyLoss:
     """
     found = resolve(spec.name, LOSSES, key)
     if inspect.isclass(found):
-        made: Any = found(**check_arguments(found, spec.arguments, key))
+        made = _made(found, spec, key)
         check_positional(made, ("tokens",), key)
         if hasattr(made, "prepare"):
             check_positional(made.prepare, ("tokens", "draw"), f"{key}: prepare")
         return cast(PolicyLoss, made)
     return bind(found, {}, key, positional=("tokens",), arguments=spec.arguments)
+
+
+def _made(found: Any, spec: Plugin, key: str) -> Any:
+    """An object of a plug-in's class, with the recipe's arguments."""
+    arguments = check_arguments(found, spec.arguments, key)
+    try:
+        return found(**arguments)
+    except FledgeError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{key}: {spec.label}: {type(error).__name__}: {error}") from error
 
 
 def _correction(spec: Plugin, index: int) -> Correction:
@@ -282,6 +300,12 @@ def supervised() -> Algorithm:
 
 # ---- what plug-ins return
 
+TAKEN = (
+    *("optim/", "mismatch/", "time/", "perf/", "eval/", "reward/", "term/", "stale/", "_"),
+    *("policy/loss", "policy/entropy", "policy/kl_", "policy/clamped_frac"),
+)
+"""How names of metrics begin that a loss must not write into."""
+
 
 def checked_estimate(estimator: Estimator, t: Trajectories) -> tuple[Tensor, Tensor | None]:
     """Call an estimator, and refuse what training could not trust, under the key's name."""
@@ -292,13 +316,15 @@ def checked_estimate(estimator: Estimator, t: Trajectories) -> tuple[Tensor, Ten
         raise
     except Exception as error:
         raise PluginError(f"{key}: {type(error).__name__}: {error}") from error
-    advantage, returns = found if isinstance(found, tuple) else (found, None)
+    advantage, returns = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     for column in (advantage,) if returns is None else (advantage, returns):
         if not isinstance(column, Tensor) or column.shape != t.reward.shape:
             raise PluginError(
                 f"{key}: must return one number per trained token {tuple(t.reward.shape)}, or be a "
                 "function of one task's episodes that returns one per episode"
             )
+        if not column.is_floating_point():
+            raise PluginError(f"{key}: must return real numbers, not {column.dtype}")
         if not column.isfinite().all():
             place = int((~column.isfinite()).nonzero()[0, 0])
             raise PluginError(f"{key}: not finite for task {_task_at(t, place)!r}")
@@ -332,9 +358,13 @@ def checked_loss(loss: PolicyLoss, x: Tokens, key: str = "algorithm.loss") -> tu
         )
     if x.logp.requires_grad and not loss_N.requires_grad:
         raise PluginError(f"{key}: does not depend on the policy, so nothing would train")
+    if not isinstance(stats, Mapping):
+        raise PluginError(f"{key}: must return (one loss per token, {{name: statistic}})")
     for name, values in stats.items():
         if not (isinstance(values, Tensor) and values.shape == x.logp.shape):
             raise PluginError(f"{key}: statistic {name!r} must have one number per token")
+        if not isinstance(name, str) or name.startswith(TAKEN):
+            raise PluginError(f"{key}: {name!r} is the name of a metric of the run; choose another")
     return loss_N, {name: values.detach() for name, values in stats.items()}
 
 
@@ -378,8 +408,6 @@ def trajectories_of(batch: Batch) -> Trajectories:
     counts = torch.zeros(len(episodes), dtype=torch.long)
     for row in batch.rows:
         counts[row.sequence] += len(row.trained)
-    # Without log-probs of the engine that may be compared, whoever compares them gets NaN.
-    engine_logp = real.get("engine_logp", torch.full_like(real["reward"], torch.nan))
     return Trajectories(
         groups=groups,
         lengths=counts,
@@ -389,8 +417,8 @@ def trajectories_of(batch: Batch) -> Trajectories:
         reward=real["reward"],
         episode_reward=torch.tensor([e.reward for e in episodes]),
         turn=columns["turn"],
-        engine_logp=engine_logp,
-        old_logp=real.get("old_logp", engine_logp),
+        engine_logp=real["engine_logp"],
+        old_logp=real.get("old_logp", real["engine_logp"]),
         ref_logp=real.get("ref_logp"),
         teacher_logp=real.get("teacher_logp"),
         value=real.get("value"),

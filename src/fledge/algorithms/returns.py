@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fledge.algorithms.bounds import NotNegative
+from fledge.algorithms.bounds import NotNegative, Share
 from fledge.algorithms.tokens import safe_log_ratio
 from fledge.algorithms.trajectories import Trajectories, discounted_to_go, on_batch, whiten
 from fledge.errors import PluginError
@@ -27,7 +27,7 @@ class Reinforce:
     The baseline never contains the batch it is subtracted from, so it does not bias the gradient.
     """
 
-    def __init__(self, *, baseline: bool = True, decay: float = 0.9) -> None:
+    def __init__(self, *, baseline: bool = True, decay: Share = 0.9) -> None:
         self.baseline = baseline
         self.decay = decay
         self.average: float | None = None
@@ -48,7 +48,7 @@ class Reinforce:
 
 
 @on_batch()
-def reinforce_pp(t: Trajectories, *, gamma: float = 1.0) -> Tensor:
+def reinforce_pp(t: Trajectories, *, gamma: Share = 1.0) -> Tensor:
     r"""REINFORCE++: $R_t = r_t + \gamma R_{t+1}$, whitened over the batch (arXiv:2501.03262)."""
     return whiten(t.to_go(t.reward, gamma))
 
@@ -65,7 +65,7 @@ def reinforce_pp_baseline(t: Trajectories) -> Tensor:
 
 @on_batch(needs={"value"})
 def gae(
-    t: Trajectories, *, gamma: float = 1.0, lam: float = 0.95, whitened: bool = True
+    t: Trajectories, *, gamma: Share = 1.0, lam: Share = 0.95, whitened: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation, whitened over the batch, and the returns before that."""
     advantage, returns = gae_parts(t, gamma, lam)
@@ -130,7 +130,7 @@ def remax(t: Trajectories) -> Tensor:
 def turn(
     t: Trajectories,
     *,
-    gamma: float = 1.0,
+    gamma: Share = 1.0,
     to_go: bool = True,
     baseline: bool = True,
     scale_by_std: bool = False,

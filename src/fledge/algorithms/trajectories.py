@@ -143,9 +143,11 @@ def on_batch(*, needs: Collection[str] = (), greedy: bool = False) -> Callable[[
     gets the episodes of one task and returns one advantage for each.
     """
 
+    wanted = frozenset([needs] if isinstance(needs, str) else needs)
+
     def mark(estimator: F) -> F:
         estimator.over_batch = True  # type: ignore[attr-defined]
-        estimator.needs = frozenset(needs)  # type: ignore[attr-defined]
+        estimator.needs = wanted  # type: ignore[attr-defined]
         estimator.greedy = greedy  # type: ignore[attr-defined]
         return estimator
 

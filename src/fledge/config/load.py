@@ -26,6 +26,7 @@ from fledge.config.schema import (
     Plugin,
     PreferConfig,
     TrainConfig,
+    built_in_name,
 )
 from fledge.errors import ConfigError
 from fledge.plugins import nearest
@@ -157,14 +158,12 @@ def _rate_layer(schema: type[Any], layers: Layers) -> tuple[str, dict[str, Any]]
     """The learning rate that fits the method, for recipes that name none."""
     method = "train" if issubclass(schema, TrainConfig) else "sft"
     if issubclass(schema, PreferConfig):
-        loss = next((layer["loss"] for _, layer in reversed(layers) if "loss" in layer), "dpo")
-        loss = loss.get("name") if isinstance(loss, Mapping) else loss
-        method = "reward_model" if loss == "bradley_terry" else "prefer"
-    lora = any(
-        isinstance(layer.get("model"), Mapping) and layer["model"].get("lora") is not None
-        for _, layer in layers
-    )
-    origin, rate = default_rate(method, lora)
+        given = [layer["loss"] for _, layer in layers if "loss" in layer]
+        names = [loss.get("name") if isinstance(loss, Mapping) else loss for loss in given]
+        name = next((built_in_name(name) for name in reversed(names) if name), "dpo")
+        method = "reward_model" if name == "bradley_terry" else "prefer"
+    lora = _last(layers, "model", "lora", None)
+    origin, rate = default_rate(method, lora is not None)
     return origin, {"optim": {"lr": rate}}
 
 
@@ -280,12 +279,8 @@ def _validate(schema: type[C], merged: Mapping[str, Any], origins: Mapping[str, 
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        origin = next(
-            (
-                o
-                for k, o in origins.items()
-                if k == key or key.startswith(f"{k}.") or k.startswith(f"{key}.")
-            ),
+        origin = origins.get(key) or next(
+            (o for k, o in origins.items() if key.startswith(f"{k}.") or k.startswith(f"{key}.")),
             "",
         )
         came = f" (from {origin})" if origin else ""

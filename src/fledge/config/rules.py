@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fledge.config.schema import TrainConfig
 
-COMPARES_A_GROUP = ("grpo", "rloo", "opo", "maxrl", "reinforce++_baseline", "gdpo")
+COMPARES_A_GROUP = ("grpo", "rloo", "opo", "maxrl", "reinforce++_baseline", "gdpo", "turn")
 WHOLE_SEQUENCES = ("gspo", "geo_mean")
 ANCHORED_AT_ENGINE = ("dppo", "importance_sampling", "rollout_is", "dro")
 NEEDS_VALUES = ("gae",)
@@ -28,7 +28,8 @@ def refuse_contradictions(config: TrainConfig) -> None:
 
 def _group_of_one(c: TrainConfig) -> str | None:
     name = c.algorithm.advantage.name
-    if name in COMPARES_A_GROUP and c.rollout.group_size < 2:
+    compares = name in COMPARES_A_GROUP and c.algorithm.advantage.arguments.get("baseline", True)
+    if compares and c.rollout.group_size < 2:
         return (
             f"rollout.group_size=1 gives {name} nothing to compare, so every advantage is 0; set "
             "it to 2 or more"
@@ -115,16 +116,43 @@ def _maxrl_below_zero(c: TrainConfig) -> str | None:
     return None
 
 
+def _changes_of_the_reward(c: TrainConfig) -> dict[str, bool]:
+    """Settings that change what an episode's reward is after the environment has given it."""
+    a = c.algorithm
+    return {
+        "algorithm.kl.placement=reward": bool(a.kl.coef) and a.kl.placement == "reward",
+        "algorithm.token_reward": a.token_reward is not None,
+        "algorithm.shaping.overlong_buffer": bool(a.shaping.overlong_buffer),
+        "algorithm.shaping.zero_unless_stopped": a.shaping.zero_unless_stopped,
+        "rollout.reward_weights": bool(c.rollout.reward_weights),
+    }
+
+
+def _distillation_sees_no_reward(c: TrainConfig) -> str | None:
+    advantage = c.algorithm.advantage
+    if advantage.name != "distillation" or advantage.arguments.get("reward"):
+        return None
+    unseen = {
+        **_changes_of_the_reward(c),
+        "reward_model": c.reward_model is not None,
+        "algorithm.shaping.dynamic_sampling": c.algorithm.shaping.dynamic_sampling != "off",
+        "algorithm.shaping.mask_zero_variance": c.algorithm.shaping.mask_zero_variance,
+    }
+    for key, is_on in unseen.items():
+        if is_on:
+            return (
+                f"{key} has no sense with algorithm.advantage=distillation, which looks at no "
+                "reward; drop it, or set algorithm.advantage.reward"
+            )
+    return None
+
+
 def _gdpo_sees_parts(c: TrainConfig) -> str | None:
     a = c.algorithm
     if a.advantage.name != "gdpo":
         return None
     unseen = {
-        "algorithm.kl.placement=reward": a.kl.coef and a.kl.placement == "reward",
-        "algorithm.token_reward": a.token_reward is not None,
-        "algorithm.shaping.overlong_buffer": a.shaping.overlong_buffer,
-        "algorithm.shaping.zero_unless_stopped": a.shaping.zero_unless_stopped,
-        "rollout.reward_weights": c.rollout.reward_weights,
+        **_changes_of_the_reward(c),
         "reward_model.weight": c.reward_model is not None and c.reward_model.weight != 1,
     }
     for key in ("dynamic_sampling", "mask_zero_variance"):
@@ -144,6 +172,10 @@ def _gdpo_sees_parts(c: TrainConfig) -> str | None:
 
 def _correction_without_log_probs(c: TrainConfig) -> str | None:
     a = c.algorithm
+    for number, correction in enumerate(a.correction):
+        bounds = {"low": 0.5, "high": 2.0, **correction.arguments}
+        if correction.name == "token_mask" and bounds["low"] is bounds["high"] is None:
+            return f"algorithm.correction[{number}]: token_mask without a bound masks nothing"
     if a.correction and not a.recomputed:
         return (
             "algorithm.correction compares the trainer's log-probs with the engine's, but "
@@ -215,7 +247,8 @@ def _no_reward(c: TrainConfig) -> str | None:
     advantage = c.algorithm.advantage
     if advantage.name == "distillation" and not advantage.arguments.get("reward"):
         return None
-    if c.env.name == "reward" and "function" not in c.env.arguments and c.reward_model is None:
+    nothing = c.env.name == "reward" and c.env.arguments.get("function") is None
+    if nothing and c.reward_model is None:
         return "env.function: there is nothing to reward with; name a function, or a reward_model"
     return None
 
@@ -249,6 +282,7 @@ RULES: tuple[Callable[[TrainConfig], str | None], ...] = (
     _norm_length,
     _maxrl_below_zero,
     _gdpo_sees_parts,
+    _distillation_sees_no_reward,
     _correction_without_log_probs,
     _cut_distribution,
     _teacher,

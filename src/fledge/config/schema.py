@@ -50,6 +50,30 @@ def spelled(value: Any) -> Any:
     return value
 
 
+SPELLINGS = {
+    "ClipCov": "clip_cov",
+    "KlCov": "kl_cov",
+    "Reinforce": "reinforce",
+    "reinforce_pp": "reinforce++",
+    "reinforce_pp_baseline": "reinforce++_baseline",
+    "RewardEnvironment": "reward",
+}
+"""Built-ins whose name in the code is not their name in a recipe."""
+
+
+def built_in_name(name: Any) -> Any:
+    """A built-in that is spelled `"module:name"` or given as a function is the same built-in, so
+    that the same rules hold for it.
+    """
+    spelling = spelled(name)
+    if isinstance(spelling, str) and spelling.startswith(
+        ("fledge.algorithms.", "fledge.envs.function:")
+    ):
+        found = spelling.rpartition(":")[2]
+        return SPELLINGS.get(found, found)
+    return name
+
+
 class Plugin(BaseModel):
     """A built-in name, `"module:name"` or a function object, with arguments.
 
@@ -62,7 +86,10 @@ class Plugin(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) or callable(value) else value
+        value = {"name": value} if isinstance(value, str) or callable(value) else value
+        if isinstance(value, dict) and "name" in value:
+            value = {**value, "name": built_in_name(value["name"])}
+        return value
 
     @model_serializer
     def _spelled(self) -> dict[str, Any]:
@@ -498,5 +525,13 @@ SMOKE = {
 }
 """What `--smoke` caps: sizes only, so that it shows whether a recipe works at all."""
 
-MAY_CHANGE_ON_RESUME = ("steps", "run_dir", "tracking", "console", "checkpoint", "eval.every")
+MAY_CHANGE_ON_RESUME = (
+    "steps",
+    "run_dir",
+    "tracking",
+    "console",
+    "checkpoint",
+    "eval.every",
+    "optim.micro_tokens",
+)
 """Keys (or sections) that do not change what is learned, so a resumed run may change them."""

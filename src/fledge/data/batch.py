@@ -71,9 +71,6 @@ class Batch:
         )
         return replace(self, columns={**self.columns, **columns})
 
-    def without(self, name: str) -> Batch:
-        return replace(self, columns={n: c for n, c in self.columns.items() if n != name})
-
     def per_row(self, values: Sequence[float]) -> Tensor:
         """A column that repeats one value per row for each of its trained tokens."""
         counts = torch.tensor([len(r.trained) for r in self.rows])
@@ -120,13 +117,17 @@ class Batch:
             prompt = own
         return cost, prompt
 
-    def updates(self, epochs: int, minibatches: int, seed: int, reduce: Reduce) -> Iterator[Batch]:
-        """One mini-batch per optimiser step, with its `scale` column; prompts stay whole."""
+    def updates(
+        self, epochs: int, minibatches: int, key: int | str, reduce: Reduce
+    ) -> Iterator[Batch]:
+        """One mini-batch per optimiser step, with its `scale` column; prompts stay whole. `key`
+        settles their order.
+        """
         prompts = sorted({row.prompt for row in self.rows})
         for epoch in range(epochs):
             order = list(prompts)
             if minibatches > 1:
-                random.Random(f"{seed}/{epoch}").shuffle(order)
+                random.Random(f"{key}/{epoch}").shuffle(order)
             for part in range(minibatches):
                 chosen = set(order[part::minibatches])
                 picked = [i for i, row in enumerate(self.rows) if row.prompt in chosen]

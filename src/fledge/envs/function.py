@@ -70,7 +70,7 @@ class RewardEnvironment(Environment[Task]):
             reward = await reward
         name = getattr(self.function, "__name__", type(self.function).__name__)
         where = f"env.function: {name}, task {self.key!r},"
-        if isinstance(reward, Mapping):
+        if isinstance(reward, Mapping) and reward:
             parts = {str(part): reward_of(v, f"{where} {part}") for part, v in reward.items()}
             return Step(components=parts, terminated=True)
         return Step(reward=reward_of(reward, where), terminated=True)

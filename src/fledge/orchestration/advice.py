@@ -26,10 +26,15 @@ RATIO_BOUNDS = {
     "dual_clip": ("low", "high", "c"),
     "gspo": ("low", "high"),
     "geo_mean": ("bound",),
-    "sapo": (),
+    "sapo": ("tau_pos", "tau_neg"),
+    "cispo": ("low", "high"),
     "clip_cov": ("low", "high"),
 }
 """Arguments of losses that have something to bound only when the policy has moved."""
+
+
+LEARN_WITHOUT_SPREAD = ("gae", "reinforce", "reinforce++", "remax")
+"""Estimators whose baseline is not the mean of the group."""
 
 
 def advice(resolved: Resolved[TrainConfig], parameters: int) -> list[str]:
@@ -43,7 +48,8 @@ def advice(resolved: Resolved[TrainConfig], parameters: int) -> list[str]:
 
 def _inert_algorithm(resolved: Resolved[TrainConfig]) -> Iterator[str]:
     a = resolved.config.algorithm
-    if a.updates == 1 and a.loss.name in RATIO_BOUNDS:
+    at_engine = a.loss.arguments.get("anchor") == "engine"
+    if a.updates == 1 and a.loss.name in RATIO_BOUNDS and not at_engine:
         for name in a.loss.arguments:
             if name in RATIO_BOUNDS[str(a.loss.name)]:
                 yield (
@@ -64,8 +70,18 @@ def _inert_algorithm(resolved: Resolved[TrainConfig]) -> Iterator[str]:
         yield from _set_but(
             resolved, "algorithm.critic.coef", "a separate critic has a loss of its own"
         )
+    if a.kl.target is None:
+        yield from _set_but(resolved, "algorithm.kl.horizon", "algorithm.kl.target is not set")
+    if not a.shaping.overlong_buffer:
+        yield from _set_but(
+            resolved,
+            "algorithm.shaping.overlong_penalty",
+            "algorithm.shaping.overlong_buffer is 0",
+        )
     if not a.kl.coef:
-        yield from _set_but(resolved, "algorithm.kl", "algorithm.kl.coef is 0", besides=("coef",))
+        yield from _set_but(
+            resolved, "algorithm.kl", "algorithm.kl.coef is 0", besides=("coef", "horizon")
+        )
     if a.shaping.dynamic_sampling != "filter":
         yield from _set_but(
             resolved,
@@ -112,23 +128,23 @@ def _inert_elsewhere(resolved: Resolved[TrainConfig]) -> Iterator[str]:
 
 
 def _known_to_fail(resolved: Resolved[TrainConfig], parameters: int) -> Iterator[str]:
+    yield from _rates_that_fail(resolved, parameters)
     config, a = resolved.config, resolved.config.algorithm
-    lora, rate = config.model.lora, config.optim.lr
-    if parameters >= REAL_MODEL:
-        if lora is None and rate >= TOO_HIGH:
-            yield (
-                f"optim.lr={rate:g} is known to break a model of this size when all weights are "
-                f"trained; 1e-6 is a good start, or train adapters (model.lora.rank=16)"
-            )
-        if lora is not None and 0 < rate < TOO_LOW:
-            yield (
-                f"optim.lr={rate:g} hardly moves adapters: they want about {ADAPTERS_WANT:g} times "
-                "the rate of full fine-tuning; 1e-5 is a good start"
-            )
-    if lora is not None and isinstance(lora.targets, list) and not _has_mlp(lora.targets):
+    if a.updates > 1 and a.loss.name == "policy_gradient":
         yield (
-            "model.lora.targets leaves out the MLP layers, which is known to learn worse than "
-            "all-linear at the same rank"
+            f"algorithm.loss=policy_gradient with {a.updates} updates per batch: after the first "
+            "one the policy is not the one that was sampled from, and nothing corrects or bounds "
+            "that; use clipped, or one update"
+        )
+    if a.advantage.name in NEEDS_VALUES and a.critic.warmup_steps >= config.steps:
+        yield (
+            f"algorithm.critic.warmup_steps={a.critic.warmup_steps} is not less than "
+            f"steps={config.steps}: the policy will never be trained"
+        )
+    if a.shaping.dynamic_sampling != "off" and a.advantage.name in LEARN_WITHOUT_SPREAD:
+        yield (
+            f"algorithm.shaping.dynamic_sampling={a.shaping.dynamic_sampling} throws away groups "
+            f"with equal rewards, which algorithm.advantage={a.advantage.label} could learn from"
         )
     if a.loss.name == "gspo" and float(a.loss.arguments.get("high", 0)) >= 0.05:
         yield (
@@ -145,6 +161,26 @@ def _known_to_fail(resolved: Resolved[TrainConfig], parameters: int) -> Iterator
         yield (
             f"{keys}: replies come from a cut distribution, but the gradient is that of the whole "
             "one, and the agreement of engine and trainer is not measured"
+        )
+
+
+def _rates_that_fail(resolved: Resolved[TrainConfig], parameters: int) -> Iterator[str]:
+    lora, rate = resolved.config.model.lora, resolved.config.optim.lr
+    if parameters >= REAL_MODEL:
+        if lora is None and rate >= TOO_HIGH:
+            yield (
+                f"optim.lr={rate:g} is known to break a model of this size when all weights are "
+                f"trained; 1e-6 is a good start, or train adapters (model.lora.rank=16)"
+            )
+        if lora is not None and 0 < rate < TOO_LOW:
+            yield (
+                f"optim.lr={rate:g} hardly moves adapters: they want about {ADAPTERS_WANT:g} times "
+                "the rate of full fine-tuning; 1e-5 is a good start"
+            )
+    if lora is not None and isinstance(lora.targets, list) and not _has_mlp(lora.targets):
+        yield (
+            "model.lora.targets leaves out the MLP layers, which is known to learn worse than "
+            "all-linear at the same rank"
         )
 
 

@@ -51,6 +51,8 @@ class Health:
                 self._zero_for[name] = self._zero_for[name] + 1 if metrics[name] == 0 else 0
                 if self._zero_for[name] >= PATIENCE:
                     self._say(f"{text} for {PATIENCE} steps in a row", step)
+        if not any(name.endswith("/grad_norm") for name in metrics):
+            self._say("nothing was trained: every episode was masked or filtered out", step)
         if metrics.get("optim/grad_norm") == 0:
             self._say("the gradient is exactly 0: this step taught nothing", step)
         entropy = metrics.get("policy/entropy")

@@ -4,7 +4,7 @@ critic where the estimator needs values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from fledge.algorithms import Algorithm
 from fledge.config import TrainConfig
 from fledge.errors import ConfigError
 from fledge.interfaces import Loss
+from fledge.models.fingerprint import digest, hashes, module_tensors
 from fledge.models.load import Policy, load_policy
 from fledge.models.reward import has_value_head, load_value_head
 from fledge.trainer import Critic, LocalTrainer, copy_of, learning_rate
@@ -106,15 +107,22 @@ class Learners:
     policy: Learner
     critic: Learner | None
     warmup_steps: int
+    identity: Mapping[str, str]
+    """Weights from elsewhere that a resumed run must find unchanged."""
 
     @classmethod
     def of(cls, config: TrainConfig, algorithm: Algorithm, policy: Policy) -> Learners:
         critic = make_critic(config, algorithm, policy)
+        trainer = make_policy_trainer(config, algorithm, policy)
+        elsewhere = {
+            "algorithm.teacher.weights": trainer.frozen.get("teacher_logp"),
+            f"{CRITIC_PATH}.weights": critic and config.algorithm.critic.path and critic.policy,
+        }
         optim, own = config.optim, config.algorithm.critic
         slower = optim if own.lr is None else optim.model_copy(update={"lr": own.lr})
         return cls(
             Learner(
-                make_policy_trainer(config, algorithm, policy),
+                trainer,
                 algorithm.loss,
                 lambda step: learning_rate(optim, step, config.steps),
             ),
@@ -126,6 +134,11 @@ class Learners:
                 lambda step: learning_rate(slower, step, config.steps),
             ),
             own.warmup_steps,
+            {
+                key: digest(hashes(module_tensors(other.model)))
+                for key, other in elsewhere.items()
+                if isinstance(other, Policy)
+            },
         )
 
     def at(self, step: int) -> list[Learner]:

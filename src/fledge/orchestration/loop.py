@@ -19,7 +19,7 @@ async def train(run: Run) -> int:
                 batch = await run.score(run.pack(groups))  # old, reference, teacher, values
                 batch, judged = algo.judge(batch, step)  # rewards and KL to advantages
             learners = run.learners(step)  # the policy, and its critic if it has one
-            for mini in batch.updates(algo.epochs, algo.minibatches, step, run.reduce):  # learn
+            for mini in batch.updates(algo.epochs, algo.minibatches, run.key(step), run.reduce):
                 with run.phase("backward"):
                     mini = algo.prepare(await run.policy.score(mini, algo.fresh))
                     for learner in learners:

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import torch
+
 from fledge.algorithms import make_algorithm, token_weights
 from fledge.algorithms.shaping import has_spread, shape, shaping_metrics
 from fledge.config import Resolved, TrainConfig
@@ -70,6 +72,7 @@ class Run:
         learned = LearnedReward.of(config)
         known = {
             **learned.identity,
+            **self._learners.identity,
             **identity(policy, self.tasks.fingerprint()),
             **code_digests(config),
         }
@@ -176,8 +179,10 @@ class Run:
         self._sampled |= shaping_metrics(groups, shaped)
         batch = pack(shaped)
         if self.config.rollout.cut:
-            # The engine's log-probs are those of a cut distribution: nothing may compare with them.
-            batch = batch.without("engine_logp")
+            # The engine's log-probs are those of a cut distribution: whoever compares them with
+            # those of the whole one must not get a number.
+            unknown = torch.full_like(batch.columns["engine_logp"], torch.nan)
+            batch = batch.with_columns(engine_logp=unknown)
         return batch
 
     async def score(self, batch: Batch) -> Batch:
@@ -186,6 +191,10 @@ class Run:
         own = self.algorithm.needs if critic is None else self.algorithm.needs - {"value"}
         batch = await self.policy.score(batch, own)
         return batch if critic is None else await critic.trainer.score(batch, {"value"})
+
+    def key(self, step: int) -> str:
+        """What is random in a step is drawn by this."""
+        return f"{self.config.seed}/{step}"
 
     def learners(self, step: int) -> list[Learner]:
         return self._learners.at(step)

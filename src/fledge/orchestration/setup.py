@@ -8,15 +8,16 @@ import asyncio
 import hashlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 
 from fledge.config import TrainConfig
-from fledge.config.schema import CommonConfig, DataConfig, ModelConfig, spelled
+from fledge.config.schema import CommonConfig, DataConfig, ModelConfig, Plugin, spelled
 from fledge.data.render import make_renderer
 from fledge.data.tasks import (
     content,
@@ -163,26 +164,29 @@ def identity(policy: Policy, data_fingerprint: str) -> dict[str, Any]:
     }
 
 
-def code_digests(config: TrainConfig) -> dict[str, str]:
-    """Hashes of the files that the recipe's own plug-ins live in, so that an edit is noticed."""
-    named: dict[str, Any] = {
-        "env": config.env.name,
-        "algorithm.advantage": config.algorithm.advantage.name,
-        "algorithm.loss": config.algorithm.loss.name,
-        **(
-            {"algorithm.token_reward": config.algorithm.token_reward.name}
-            if config.algorithm.token_reward is not None
-            else {}
-        ),
-        **{f"algorithm.correction[{i}]": c.name for i, c in enumerate(config.algorithm.correction)},
-        **{f"env.{k}": v for k, v in config.env.arguments.items()},
-        **{f"metrics[{i}]": m.name for i, m in enumerate(config.metrics)},
-    }
+def code_digests(config: CommonConfig) -> dict[str, str]:
+    """Hashes of the files that the recipe's own plug-ins live in, so that an edit is noticed. Data
+    is not among them: it is compared by content.
+    """
     found = {}
-    for key, spec in named.items():
+    for key, spec in _plugins(config):
         name = spelled(spec)
         module = name.partition(":")[0] if isinstance(name, str) and ":" in name else ""
         file = getattr(sys.modules.get(module), "__file__", None)
         if file and not module.startswith("fledge."):
             found[f"code.{key}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
     return found
+
+
+def _plugins(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every plug-in of a configuration under its key, and what its arguments name."""
+    if isinstance(value, Plugin):
+        yield key, value.name
+        yield from ((f"{key}.{name}", argument) for name, argument in value.arguments.items())
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _plugins(inner, f"{key}[{number}]")
+    elif isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            if name not in ("data", "warm_start"):
+                yield from _plugins(getattr(value, name), f"{key}.{name}".lstrip("."))

@@ -31,7 +31,7 @@ from fledge.interfaces import Loss, Renderer
 from fledge.models.load import Policy, export
 from fledge.models.reward import save_reward_model
 from fledge.orchestration.books import Books
-from fledge.orchestration.setup import identity
+from fledge.orchestration.setup import code_digests, identity
 from fledge.trainer import Critic, LocalTrainer, copy_of, learning_rate
 from fledge.types import Pair, Sample, Task
 
@@ -59,7 +59,8 @@ class SupervisedRun(ABC, Generic[C, T]):
             plus_ratio=lora.plus_ratio if lora else 1.0,
             gradient_checkpointing=config.model.gradient_checkpointing,
         )
-        self.books = Books(resolved, identity(policy, fingerprint(self.train_rows)), self._title())
+        known = {**identity(policy, fingerprint(self.train_rows)), **code_digests(config)}
+        self.books = Books(resolved, known, self._title())
         self._reduce = partial(token_weights, self.reduction, max_length=policy.context)
         self.evaluations: dict[str, dict[str, float]] = {}
 
@@ -101,6 +102,7 @@ class SupervisedRun(ABC, Generic[C, T]):
         data = self.config.data
         renderer = make_renderer(policy.tokenizer)
         tasks = to_tasks(rows, "data.train")
+        self.duplicates = len(rows) - len(tasks)
         numbers = {id(row): number for number, row in enumerate(rows, 1)}
         self._items: dict[str, T] = {
             task.key: self._encode(
@@ -157,7 +159,7 @@ class SupervisedRun(ABC, Generic[C, T]):
         step = self.books.begin(self._restore)
         self.books.note(
             f"{len(self.train_rows)} {self.noun}, {len(self.held_out)} held out, "
-            f"{self.filtered} filtered by length"
+            f"{self.duplicates} duplicates merged, {self.filtered} filtered by length"
         )
         if step == 0 and self.held_out:
             self.books.record(0, await self._evaluate(0))
@@ -170,6 +172,8 @@ class SupervisedRun(ABC, Generic[C, T]):
 
     async def _record(self, step: int, batch: Batch) -> None:
         metrics = self.trainer.metrics()
+        if not any(v for name, v in metrics.items() if name.endswith("/grad_norm")):
+            self.books.warn(f"step {step}: the gradient is exactly 0: this step taught nothing")
         metrics["perf/tokens"] = float(sum(len(row.token_ids) for row in batch.rows))
         if self.held_out and step == self.config.steps:
             metrics |= await self._evaluate(step)

@@ -71,7 +71,7 @@ class LocalTrainer:
         if self.value_head is not None:
             trainable |= {f"value_head.{n}": p for n, p in self.value_head.named_parameters()}
         self.optimizer = Optimizer(trainable, optim, plus_ratio)
-        self._frozen = dict(frozen or {})
+        self.frozen = dict(frozen or {})
         self._save_reference = save_reference
         self._ledger = Ledger()
 
@@ -102,8 +102,8 @@ class LocalTrainer:
                 found["value"], found["bootstrap"] = self._values(micro)
             elif name in ("old_logp", "fresh_logp"):
                 found[name] = self._logp(self.policy, plan)
-            elif name in self._frozen:
-                found[name] = self._logp(self._frozen[name], plan)
+            elif name in self.frozen:
+                found[name] = self._logp(self.frozen[name], plan)
             else:
                 assert self.policy.has_adapter, f"this trainer was made without a model for {name}"
                 with adapters_off(self.policy.module):
@@ -195,7 +195,7 @@ class LocalTrainer:
 
     def refresh_reference(self) -> None:
         """The reference becomes what the policy is now."""
-        reference = dict(self._frozen["ref_logp"].module.named_parameters())
+        reference = dict(self.frozen["ref_logp"].module.named_parameters())
         with torch.no_grad():
             for name, parameter in self.policy.module.named_parameters():
                 if parameter.requires_grad:
@@ -245,7 +245,7 @@ class LocalTrainer:
     def _reference_tensors(self, live: bool = False) -> dict[str, Tensor]:
         """What `refresh_reference` changes, by name."""
         trained = {n for n, p in self.policy.module.named_parameters() if p.requires_grad}
-        found = self._frozen["ref_logp"].module.named_parameters()
+        found = self.frozen["ref_logp"].module.named_parameters()
         return {n: p if live else p.detach().contiguous() for n, p in found if n in trained}
 
 
@@ -276,9 +276,10 @@ def _where_not_finite(micro: Batch, x: Tokens, loss_N: Tensor) -> str:
     columns = {"log-prob": x.logp, "old log-prob": x.old_logp, "advantage": x.advantage}
     culprits = [name for name, c in columns.items() if not c[bad].isfinite()]
     what = f" (its {' and '.join(culprits)} is not finite)" if culprits else ""
+    thing = "episode" if "engine_logp" in micro.columns else "row"
     return (
-        f"the loss is not finite at episode {micro.rows[row].sequence} of this batch{what}; "
-        "lower optim.lr, or check algorithm.loss"
+        f"the loss is not finite at {thing} {micro.rows[row].sequence} of this batch{what}; "
+        "lower optim.lr, or check the loss"
     )
 
 

@@ -168,9 +168,11 @@ def test_an_episode_without_trained_tokens_still_counts_in_its_group():
 
 
 def test_a_batch_without_trained_tokens_is_no_accident():
-    silent = replace(group(1.0), episodes=())
-    for name in ("grpo", "reinforce++", "turn", "opo"):
-        assert len(judged(algorithm(advantage=name), silent)[0]) == 0
+    silent = pack([replace(group(1.0), episodes=())])
+    for name in ("grpo", "reinforce++", "gae", "gdpo"):
+        batch, metrics = algorithm(advantage=name, epochs=2).judge(silent, step=0)
+        assert batch is silent and metrics == {}
+        assert list(batch.updates(2, 2, 0, lambda *columns: [])) == []
 
 
 # ---- the loss

@@ -24,6 +24,10 @@ def tokens():
         (lambda x: (x.logp.sum(), {}), "returned shape"),
         (lambda x: (x.logp.detach(), {}), "nothing would train"),
         (lambda x: (x.logp, {"clip": 0.5}), "statistic 'clip'"),
+        (lambda x: (x.logp, None), "must return"),
+        (lambda x: (x.logp, [x.logp]), "must return"),
+        (lambda x: (x.logp, {"policy/loss": x.logp}), "'policy/loss' is the name of a metric"),
+        (lambda x: (x.logp, {"optim/grad_norm": x.logp}), "is the name of a metric"),
         (lambda x: {}["missing"], "KeyError"),
     ],
 )
@@ -37,12 +41,11 @@ def test_a_good_loss_passes_and_its_statistics_carry_no_graph():
     assert loss.requires_grad and not stats["p"].requires_grad
 
 
-@pytest.mark.parametrize("values", [[None, 1.0], ["x", 1.0], None])
+@pytest.mark.parametrize("values", [[None, 1.0], ["x", 1.0], None, {0: 1.0, 1: 2.0}])
 def test_an_estimator_that_returns_no_numbers_is_refused_by_name(values):
-    episodes = tuple(Episode("t", i, (), (1.0,), Outcome.OK, ()) for i in range(2))
     algorithm = make_algorithm(AlgorithmConfig(advantage=lambda group: values))
     with pytest.raises(PluginError, match=r"algorithm\.advantage"):
-        algorithm.judge(pack([Group(Task("t", {}), 0, episodes)]), step=0)
+        algorithm.judge(mini_batch(), step=0)
 
 
 class NoPrepare:
@@ -76,6 +79,21 @@ def test_a_correction_that_cannot_be_trusted_is_refused_by_name(correction, said
     algorithm = make_algorithm(AlgorithmConfig(correction=[correction]))
     with pytest.raises(PluginError, match=rf"algorithm\.correction: .*{said}"):
         algorithm.loss(tokens())
+
+
+class Refuses:
+    def __init__(self, *, size: int = 0) -> None:
+        raise OSError("no such file")
+
+    def __call__(self, x):
+        return x
+
+
+def test_a_class_that_cannot_be_made_is_named():
+    with pytest.raises(PluginError, match=r"algorithm\.loss: .*Refuses: OSError: no such file"):
+        make_algorithm(AlgorithmConfig(loss=Refuses))
+    with pytest.raises(PluginError, match=r"algorithm\.advantage: .*Refuses: OSError"):
+        make_algorithm(AlgorithmConfig(advantage=Refuses))
 
 
 class Chooses:
@@ -136,9 +154,28 @@ def wants_a_teacher(t):
     return t.reward
 
 
-@on_batch(needs={"value"})
+@on_batch(needs="value")
 def forgets_returns(t):
     return t.reward
+
+
+@on_batch()
+def too_many(t):
+    return t.reward, t.reward, t.reward
+
+
+@on_batch()
+def whole_numbers(t):
+    return t.reward.long()
+
+
+@pytest.mark.parametrize(
+    ("estimator", "said"), [(too_many, "one number per trained"), (whole_numbers, "real numbers")]
+)
+def test_what_an_estimator_returns_must_be_one_real_number_per_token(estimator, said):
+    algorithm = make_algorithm(AlgorithmConfig(advantage=estimator))
+    with pytest.raises(PluginError, match=rf"algorithm\.advantage: .*{said}"):
+        algorithm.judge(mini_batch(), step=0)
 
 
 def test_what_an_estimator_needs_must_be_there():

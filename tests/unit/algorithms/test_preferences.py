@@ -352,7 +352,7 @@ def test_gradients_equal_autograd_through_stock_transformers(name: str, tmp_path
 
     model = twin(made.policy, "model")
     if name == "dpo":
-        total = by_hand(model, twin(made._frozen["ref_logp"], "reference"), None)
+        total = by_hand(model, twin(made.frozen["ref_logp"], "reference"), None)
     else:
         total = by_hand(model, None, made.value_head.linear.weight.detach()[0])
     total.backward()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fledge.config import TrainConfig, load_config
+from fledge.config import PreferConfig, TrainConfig, load_config
 from fledge.config.presets import LEARNING_RATES, PRESETS
 from fledge.errors import ConfigError
 
@@ -127,6 +127,35 @@ REFUSED = {
         ["algorithm.advantage=gdpo", "algorithm.shaping.dynamic_sampling=filter"],
         r"algorithm\.shaping\.dynamic_sampling compares whole rewards",
     ),
+    "a punishment that distillation does not see": (
+        [
+            "algorithm.name=distill",
+            "algorithm.teacher=tiny",
+            "algorithm.shaping.overlong_buffer=0.5",
+        ],
+        r"algorithm\.shaping\.overlong_buffer has no sense with algorithm\.advantage=distillation",
+    ),
+    "KL in a reward that distillation does not see": (
+        [
+            "algorithm.name=distill",
+            "algorithm.teacher=tiny",
+            "algorithm.kl.coef=0.1",
+            "algorithm.kl.placement=reward",
+        ],
+        r"algorithm\.kl\.placement=reward has no sense with algorithm\.advantage=distillation",
+    ),
+    "turns of a group of one": (
+        ["algorithm.advantage=turn", "rollout.group_size=1"],
+        r"rollout\.group_size=1 gives turn nothing to compare",
+    ),
+    "a mask without bounds": (
+        ["algorithm.correction=[{name: token_mask, low: null, high: null}]"],
+        r"algorithm\.correction\[0\]: token_mask without a bound masks nothing",
+    ),
+    "no reward, said aloud": (
+        ["env={name: reward, function: null}"],
+        r"env\.function: there is nothing to reward with",
+    ),
     "no reward at all": (
         ["env=reward"],
         r"env\.function: there is nothing to reward with",
@@ -188,6 +217,27 @@ def test_what_fits_together_is_accepted(what: str):
     resolve(*ACCEPTED[what])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algorithm.loss=fledge.algorithms.losses:gspo"], "algorithm.loss=gspo is defined per"),
+        (["algorithm.loss=fledge.algorithms.covariance:KlCov"], "kl_cov with one update"),
+        (
+            ["algorithm.loss=fledge.algorithms.losses:dppo", "algorithm.correction=[token_tis]"],
+            "algorithm.loss=dppo",
+        ),
+        (
+            ["algorithm.advantage=fledge.algorithms.returns:distillation"],
+            "distillation needs a teacher",
+        ),
+        (["env=fledge.envs.function:RewardEnvironment"], "nothing to reward with"),
+    ],
+)
+def test_another_spelling_of_a_built_in_does_not_get_past_the_rules(overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        resolve(*overrides)
+
+
 def test_with_a_reward_model_no_function_is_needed():
     recipe = {**RECIPE, "env": "reward", "reward_model": {"path": "somewhere"}}
     assert resolve(recipe=recipe).reward_model is not None
@@ -233,6 +283,27 @@ def test_adapters_get_ten_times_the_rate_of_all_weights():
     assert full.origin("optim.lr") == "default of train with all weights"
     assert lora.origin("optim.lr") == "default of train with LoRA"
     assert not full.was_set("optim.lr")
+
+
+def test_the_rate_is_that_of_what_is_trained_in_the_end():
+    recipe = {**RECIPE, "model": {"lora": {"rank": 4}}}
+    assert resolve(recipe=recipe).optim.lr == pytest.approx(10 * LEARNING_RATES["train"])
+    assert resolve("model.lora=null", recipe=recipe).optim.lr == LEARNING_RATES["train"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "method"),
+    [
+        ([], "prefer"),
+        (["loss=bradley_terry"], "reward_model"),
+        (["loss=fledge.algorithms.preferences:bradley_terry"], "reward_model"),
+        (["loss=ipo", "loss.beta=0.2"], "prefer"),
+    ],
+)
+def test_a_reward_model_has_a_rate_of_its_own(overrides, method):
+    recipe = {"data": {"train": "pairs.jsonl"}}
+    found = load_config(PreferConfig, recipe, overrides, {})
+    assert found.config.optim.lr == LEARNING_RATES[method]
 
 
 def test_a_rate_that_somebody_chose_stays():

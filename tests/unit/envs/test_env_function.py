@@ -57,6 +57,10 @@ def parts(prompt, response, meta):
     return {"right": True, "short": 0.25}
 
 
+def no_parts(prompt, response, meta):
+    return {}
+
+
 def one_bad_part(prompt, response, meta):
     return {"right": 1.0, "short": None}
 
@@ -109,6 +113,8 @@ def test_missing_prompt_field_is_named_with_those_there_are():
 def test_a_function_may_return_the_named_parts_of_a_reward():
     step = play(factory("parts")(Task("t", {"prompt": "x"})))[1]
     assert step.components == {"right": 1.0, "short": 0.25} and step.reward == 0
+    with pytest.raises(RewardError, match=r"no_parts, task 't', gave the reward {}"):
+        play(factory("no_parts")(Task("t", {"prompt": "x"})))
     with pytest.raises(RewardError, match=r"one_bad_part, task 't', short gave the reward None"):
         play(factory("one_bad_part")(Task("t", {"prompt": "x"})))
 

@@ -30,6 +30,18 @@ def said(*overrides: str, parameters: int = 1000) -> list[str]:
             ["algorithm.loss.high=0.3", "algorithm.correction=[token_tis]"],
             "algorithm.loss.high has no effect",
         ),
+        (["algorithm.name=rloo", "algorithm.epochs=4"], "policy_gradient with 4 updates per batch"),
+        (
+            ["algorithm.name=ppo", "algorithm.critic.warmup_steps=100"],
+            "the policy will never be trained",
+        ),
+        (
+            ["algorithm.name=dapo", "algorithm.advantage=gae"],
+            "dynamic_sampling=filter throws away groups",
+        ),
+        (["algorithm.kl.horizon=9", "algorithm.kl.coef=0.1"], "algorithm.kl.horizon has no effect"),
+        (["algorithm.shaping.overlong_penalty=2.0"], "overlong_penalty has no effect"),
+        (["algorithm.loss={name: sapo, tau_pos: 2.0}"], "algorithm.loss.tau_pos has no effect"),
         (["algorithm.kl.estimator=k2"], "algorithm.kl.estimator has no effect"),
         (["algorithm.shaping.max_rounds=2"], "algorithm.shaping.max_rounds has no effect"),
         (["eval.temperature=0.5"], "eval.temperature has no effect"),

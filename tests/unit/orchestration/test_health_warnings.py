@@ -12,7 +12,7 @@ def watch(steps: list[dict[str, float]], dtype: str = "fp32") -> tuple[Health, l
     said: list[str] = []
     health = Health(said.append, dtype, 512)
     for step, metrics in enumerate(steps, 1):
-        health.look(step, metrics)
+        health.look(step, {"optim/grad_norm": 1.0, **metrics})
     return health, said
 
 
@@ -45,6 +45,15 @@ def test_a_gradient_of_zero_is_warned_about_at_once():
     assert watch([{"optim/grad_norm": 1e-9}])[1] == []
 
 
+def test_a_step_in_which_nothing_was_trained_is_said():
+    said: list[str] = []
+    health = Health(said.append, "fp32", 512)
+    health.look(1, {"critic/grad_norm": 1.0})
+    assert said == [], "a critic may learn alone"
+    health.look(2, {"reward/mean": 0.0})
+    assert len(said) == 1 and "nothing was trained" in said[0]
+
+
 def test_many_truncated_replies_name_the_limit():
     assert "rollout.max_new_tokens" in watch([{"response/truncated_frac": 0.51}])[1][0]
     assert watch([{"response/truncated_frac": 0.5}])[1] == []
@@ -64,11 +73,11 @@ def test_a_resumed_run_remembers_how_long_a_term_has_been_zero():
     later: list[str] = []
     resumed = Health(later.append, "fp32", 512)
     resumed.restore(health.state())
-    resumed.look(PATIENCE, {"term/kl": 0.0})
+    resumed.look(PATIENCE, {"term/kl": 0.0, "optim/grad_norm": 1.0})
     assert len(later) == 1
     again = Health(later.append, "fp32", 512)
     again.restore(resumed.state())
-    again.look(PATIENCE + 1, {"term/kl": 0.0})
+    again.look(PATIENCE + 1, {"term/kl": 0.0, "optim/grad_norm": 1.0})
     assert len(later) == 1, "what was said before the resume is not said again"
     assert again.report()["warnings"] == {next(iter(resumed.warnings)): 2}
 

@@ -71,14 +71,14 @@ def test_samples_keep_their_token_weights():
 def test_mini_batches_hold_whole_prompts_and_each_row_once_per_epoch():
     batch = ragged_batch(prompts=(5, 11, 3, 4, 6))
     reduce = functools.partial(token_weights, "token_mean", max_length=12)
-    minis = list(batch.updates(epochs=2, minibatches=2, seed=1, reduce=reduce))
+    minis = list(batch.updates(epochs=2, minibatches=2, key=1, reduce=reduce))
     assert len(minis) == 4 and [m.first for m in minis] == [True, False, False, False]
     for epoch in (minis[:2], minis[2:]):
         assert not {r.prompt for r in epoch[0].rows} & {r.prompt for r in epoch[1].rows}
         assert sorted(r.sequence for m in epoch for r in m.rows) == list(range(15))
         for mini in epoch:
             assert mini.columns["scale"].sum() == pytest.approx(1.0)
-    again = list(batch.updates(epochs=2, minibatches=2, seed=1, reduce=reduce))
+    again = list(batch.updates(epochs=2, minibatches=2, key=1, reduce=reduce))
     assert [m.rows for m in again] == [m.rows for m in minis]
 
 
@@ -123,7 +123,7 @@ def test_mismatch_is_measured_against_the_engine_and_only_before_the_first_updat
     exact = run(trainer.score(batch, {"old_logp"})).columns["old_logp"]
     reduce = functools.partial(token_weights, "token_mean", max_length=12)
     batch = batch.with_columns(engine_logp=exact.double() - 0.25)
-    first, second = batch.updates(epochs=2, minibatches=1, seed=0, reduce=reduce)
+    first, second = batch.updates(epochs=2, minibatches=1, key=0, reduce=reduce)
     run(trainer.forward_backward(first, clipped))
     found = trainer.metrics()
     assert found["mismatch/abs_logp_max"] == pytest.approx(0.25, abs=1e-5)
