@@ -24,7 +24,18 @@ from fledge.orchestration.rundir import live_lines
 
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "algorithms"
 EVERY = 10
-SUPERVISED = ("sft", "dpo")
+RECIPES: dict[str, dict[str, Any]] = {
+    "sft": {
+        "train": {"name": "arithmetic_demonstrations", "forget": 0.0},
+        "optim": {"lr": 7e-4, "beta2": 0.95},
+    },
+    "dpo": {
+        "train": {"name": "arithmetic_pairs"},
+        "optim": {"lr": 2e-4, "beta2": 0.95},
+        "loss": {"name": "dpo", "nll": 1.0},
+    },
+}
+SUPERVISED = tuple(RECIPES)
 NAMES = [*PRESETS, *SUPERVISED]
 BEGIN, END = "<!-- compare: begin -->", "<!-- compare: end -->"
 
@@ -121,21 +132,17 @@ class Comparison:
         by raising `steps`.
         """
         total = 1 if self.smoke else self.recipe.steps
-        source = {
-            "sft": {"name": "arithmetic_demonstrations", "forget": 0.0},
-            "dpo": {"name": "arithmetic_pairs"},
-        }[name]
+        recipe = RECIPES[name]
         kinds = {"sft": (fledge.sft, fledge.SftConfig), "dpo": (fledge.prefer, fledge.PreferConfig)}
-        optim = {"lr": {"sft": 7e-4, "dpo": 2e-4}[name], "beta2": 0.95}
         accuracy = {0: self._score(start)}
         every = 1 if self.smoke else EVERY
         for step in range(every, total + 1, every):
             values = {
                 "steps": step,
                 "model": {"path": start},
-                "data": {"train": source, "batch_size": 4 if self.smoke else 512},
-                "optim": optim,
-                **({"loss": {"name": "dpo", "nll": 1.0}} if name == "dpo" else {}),
+                "data": {"train": recipe["train"], "batch_size": 4 if self.smoke else 512},
+                "optim": recipe["optim"],
+                **({"loss": recipe["loss"]} if "loss" in recipe else {}),
             }
             report = self._finished(*kinds[name], name, values, smoke=False)
             accuracy[step] = self._score(report["model"])

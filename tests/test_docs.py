@@ -221,7 +221,12 @@ def test_recipes_of_supervised_pages_and_of_parts_are_valid():
     load_config(SftConfig, yaml_of(page_of("sft")), environ={})
     dpo = yaml_of(page_of("dpo"))
     load_config(PreferConfig, dpo, environ={})
-    assert dpo["loss"] == with_defaults(PREFERENCES, {"name": "dpo"})
+    assert dpo["loss"] == with_defaults(PREFERENCES, {"name": "dpo", "nll": 1.0})
+    for name, recipe in script("compare").RECIPES.items():
+        shown = yaml_of(page_of(name))
+        assert shown["optim"] == recipe["optim"]
+        assert shown["data"]["train"] in (recipe["train"], recipe["train"]["name"])
+        assert shown.get("loss", {}).items() >= recipe.get("loss", {}).items()
     for _, language, name, text in blocks(ALGORITHMS / "parts.md"):
         if language == "yaml" and not name:
             load_config(TrainConfig, {**TASK, **yaml.safe_load(text)}, environ={})
