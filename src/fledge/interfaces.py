@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from fledge.types import Completion, Group, Message, Proof, Sampling, Step, Task
+from fledge.types import Completion, Group, Message, Proof, Sampling, Step, Task, Tool
 
 Batch = Any
 """`fledge.data.batch.Batch`: packed token columns."""
@@ -27,7 +27,10 @@ AdvantageOfGroup = Callable[[Sequence[Any]], list[float]]
 
 @runtime_checkable
 class Environment(Protocol):
-    """One attempt at one task. Sees messages, never tokens. Used once, then closed."""
+    """One attempt at one task. Sees messages, never tokens. Used once, then closed.
+
+    What the policy may call is in an attribute `tools`, read after `reset`, where there is one.
+    """
 
     async def reset(self) -> Sequence[Message]: ...
 
@@ -46,11 +49,15 @@ class Renderer(Protocol):
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
 
-    def start(self, messages: Sequence[Message]) -> list[int]: ...
+    def start(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]: ...
 
-    def extend(self, previous: Sequence[int], messages: Sequence[Message]) -> list[int] | None: ...
+    def extend(
+        self, previous: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> list[int] | None: ...
 
-    def parse(self, completion: Sequence[int]) -> Message: ...
+    def parse(self, completion: Sequence[int]) -> Message:
+        """The reply: its text, its reasoning, and its tool calls, each with a status."""
+        ...
 
     def encode(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """A finished conversation, and for each token whether an assistant would sample it."""

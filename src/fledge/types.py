@@ -16,16 +16,51 @@ Role = Literal["system", "user", "assistant", "tool"]
 StopReason = Literal["stop", "length", "cancelled"]
 
 
+CallStatus = Literal["ok", "bad_json", "bad_shape", "unfinished"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that an assistant asks for. One that could not be read has another status than `ok`,
+    no arguments, and its text in `raw`: it is never turned into a call that nobody wrote.
+
+    >>> ToolCall("add", {"a": 2, "b": 2}).status
+    'ok'
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    status: CallStatus = "ok"
+    raw: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """What a policy is told about a tool: `parameters` is a JSON schema of its arguments.
+
+    >>> Tool("now", "The time.", {"type": "object", "properties": {}}).name
+    'now'
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message.
+    """One chat message. `reasoning` is what an assistant thought before it spoke; `tool` is the
+    name of the tool whose answer this is.
 
-    >>> Message("user", "2+2")
-    Message(role='user', content='2+2')
+    >>> Message("user", "2+2").content
+    '2+2'
     """
 
     role: Role
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    tool: str = ""
 
 
 def system(content: str) -> Message:

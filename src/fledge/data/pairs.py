@@ -23,8 +23,9 @@ FIELDS = ("prompt", "chosen", "rejected")
 class Comparison:
     """A row as messages.
 
-    >>> comparison_of({"prompt": "2+2", "chosen": "4", "rejected": "5"}, "row 1").rejected
-    [Message(role='assistant', content='5')]
+    >>> row = {"prompt": "2+2", "chosen": "4", "rejected": "5"}
+    >>> [m.content for m in comparison_of(row, "row 1").rejected]
+    ['5']
     """
 
     prompt: list[Message]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fledge.errors import ModelError
-from fledge.types import Message, assistant, system, user
+from fledge.types import Message, Tool, assistant, system, user
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -52,12 +52,14 @@ class ChatMLRenderer:
         """The end-of-turn token, and the tokenizer's end-of-text token where that is another."""
         return self._stop_ids
 
-    def start(self, messages: Sequence[Message]) -> list[int]:
+    def start(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """The whole prompt, the assistant's header included."""
         ids = [token for message in messages for token, _ in self._turn(message)]
         return ids + self._opening
 
-    def extend(self, previous: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def extend(
+        self, previous: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> list[int]:
         """`previous` (prompt and reply, exactly as sampled), then `messages` and the assistant's
         header.
 

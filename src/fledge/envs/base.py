@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from fledge.errors import DataError, RewardError
-from fledge.types import Message, Step, Task
+from fledge.types import Message, Step, Task, Tool
 
 T = TypeVar("T")
 
@@ -29,6 +29,9 @@ class Environment(Generic[T]):
 
     reset_is_cheap: ClassVar[bool] = True
     """Prompts are looked at before training starts, unless `reset` starts a server or the like."""
+
+    tools: Sequence[Tool] = ()
+    """What the policy is told that it may call; its calls come back in `reply.tool_calls`."""
 
     _record: ClassVar[Any] = Task
 
