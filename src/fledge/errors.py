@@ -39,6 +39,16 @@ class PluginError(FledgeError):
     """A plug-in cannot be resolved, or its signature does not fit."""
 
 
+class PolicyError(Exception):
+    """Raised by an environment for a reply that ends the episode as the policy's own mistake. The
+    episode is trained on with this reward; it is not a failure of the environment.
+    """
+
+    def __init__(self, message: str, reward: float = 0.0) -> None:
+        super().__init__(message)
+        self.reward = reward
+
+
 class RewardError(FledgeError):
     """An environment returned something that is not a usable reward."""
 

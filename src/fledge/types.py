@@ -177,7 +177,8 @@ class Segment:
     """An exact run of tokens, as the engine saw and sampled them.
 
     Only sampled tokens are trained; `logps` is 0 and `versions` is -1 where a token was not
-    sampled. `rewards`, if there are any, arrive at single tokens, on top of the turn's.
+    sampled. `rewards`, if there are any, arrive at single tokens, on top of the turn's. `cleared`,
+    if any, names for each sampled token that is not trained the rule that cleared it.
 
     >>> s = Segment((5, 6, 1), (0.0, -0.7, -0.1), (False, True, True), versions=(-1, 4, 4))
     >>> sum(s.trained), s.turns
@@ -189,6 +190,7 @@ class Segment:
     trained: tuple[bool, ...]
     versions: tuple[int, ...]
     rewards: tuple[float, ...] = ()
+    cleared: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -196,9 +198,15 @@ class Segment:
             "columns differ in length"
         )
         assert len(self.rewards) in (0, n), "rewards differ in length"
+        assert len(self.cleared) in (0, n), "cleared differs in length"
         assert not any(t and v < 0 for t, v in zip(self.trained, self.versions, strict=True)), (
             "a token that was not sampled is marked as trained"
         )
+
+    @property
+    def cleared_by(self) -> tuple[str, ...]:
+        """The rule that cleared each token, empty where none did."""
+        return self.cleared or ("",) * len(self.token_ids)
 
     @property
     def turns(self) -> tuple[int, ...]:

@@ -185,6 +185,22 @@ class RolloutConfig(Section):
         default_factory=dict,
         description="weights of the named parts of a reward; a part that is not named has 1",
     )
+    max_turns: int = Field(16, ge=1, description="replies per episode; more are cut off")
+    max_episode_tokens: int | None = Field(
+        None, ge=1, description="tokens that the policy may say in one episode"
+    )
+    max_seconds: float | None = Field(None, gt=0, description="wall-clock limit of one episode")
+    overflow: Literal["end", "truncate", "sliding"] = Field(
+        "end",
+        description="when a conversation outgrows the model: end it, cut what the environment "
+        "said, or forget the oldest exchanges",
+    )
+    min_group_size: int = Field(
+        0, ge=0, description="usable episodes of a group below which new ones are played"
+    )
+    mask: Plugin | None = Field(
+        None, description="your own: `(episode) -> for each segment, which tokens may be trained`"
+    )
     timeout: float = Field(
         120.0, gt=0, description="seconds that one call of an environment may take"
     )

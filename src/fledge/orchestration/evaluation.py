@@ -14,7 +14,7 @@ from fledge.errors import TrainingError
 from fledge.interfaces import Generator, InferenceEngine, Renderer
 from fledge.metrics import pass_at_k
 from fledge.orchestration.experience import episode_seed
-from fledge.rollout import EpisodeGenerator
+from fledge.orchestration.setup import make_generator
 from fledge.types import Group, Sampling, Task
 
 AT_ONCE = 128
@@ -69,6 +69,7 @@ class Evaluator:
         renderer: Renderer,
         environment: EnvironmentFactory,
         tasks: Sequence[Task],
+        context: int,
         around: Callable[[Generator], Generator] = lambda generator: generator,
     ) -> None:
         settings, rollout = config.eval, config.rollout
@@ -86,15 +87,7 @@ class Evaluator:
         self._samples = settings.samples
         self._seed = config.seed
         self._generator = around(
-            EpisodeGenerator(
-                engine,
-                renderer,
-                environment,
-                sampling,
-                rollout.timeout,
-                rollout.retries,
-                rollout.reward_weights,
-            )
+            make_generator(config, engine, renderer, environment, sampling, context=context)
         )
 
     async def __call__(self) -> Evaluation:

@@ -27,9 +27,8 @@ from fledge.orchestration.experience import Experience, Taken
 from fledge.orchestration.health import Health
 from fledge.orchestration.learned_reward import LearnedReward
 from fledge.orchestration.learners import Learner, Learners
-from fledge.orchestration.setup import code_digests, identity, make_tasks
+from fledge.orchestration.setup import code_digests, identity, make_generator, make_tasks
 from fledge.plugins import bind
-from fledge.rollout import EpisodeGenerator
 from fledge.types import Group, user
 from fledge.weights import SharedMemoryTransport
 
@@ -80,19 +79,24 @@ class Run:
         self.health = Health(self.books.warn, config.model.dtype, policy.vocabulary)
         self._advice = advice(resolved, policy.parameters)
         self.generator = learned.around(
-            EpisodeGenerator(
+            make_generator(
+                config,
                 self.engine,
                 renderer,
                 environment,
                 config.rollout.sampling(renderer.stop_ids),
-                config.rollout.timeout,
-                config.rollout.retries,
-                config.rollout.reward_weights,
+                context=policy.context,
                 greedy=self.algorithm.greedy,
             )
         )
         self._evaluator = Evaluator(
-            config, self.engine, renderer, environment, self.tasks.eval, learned.around
+            config,
+            self.engine,
+            renderer,
+            environment,
+            self.tasks.eval,
+            policy.context,
+            learned.around,
         )
         self._experience: Experience | None = None
         self._seen: list[Group] = []

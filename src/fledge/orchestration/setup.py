@@ -29,10 +29,12 @@ from fledge.data.tasks import (
 )
 from fledge.envs import EnvironmentFactory
 from fledge.errors import ConfigError, DataError, FledgeError
-from fledge.interfaces import Renderer
+from fledge.interfaces import InferenceEngine, Renderer
 from fledge.models.fingerprint import digest, hashes, module_tensors
 from fledge.models.load import Policy, load_policy
-from fledge.types import Task
+from fledge.plugins import bind
+from fledge.rollout import EpisodeGenerator, Limits
+from fledge.types import Sampling, Task
 
 SMALL_MODEL = 20_000_000
 """Parameters below which more than one CPU thread makes everything slower."""
@@ -153,6 +155,42 @@ def prompt_lengths(
         return found
 
     return asyncio.run(measure())
+
+
+def make_generator(
+    config: TrainConfig,
+    engine: InferenceEngine,
+    renderer: Renderer,
+    environment: EnvironmentFactory,
+    sampling: Sampling,
+    *,
+    context: int,
+    greedy: bool = False,
+) -> EpisodeGenerator:
+    """What plays the episodes of a run and of its evaluations: by the same limits."""
+    rollout = config.rollout
+    mask = rollout.mask
+    return EpisodeGenerator(
+        engine,
+        renderer,
+        environment,
+        sampling,
+        Limits(
+            timeout=rollout.timeout,
+            retries=rollout.retries,
+            turns=rollout.max_turns,
+            tokens=rollout.max_episode_tokens,
+            seconds=rollout.max_seconds,
+            context=context,
+            overflow=rollout.overflow,
+            least=rollout.min_group_size,
+        ),
+        rollout.reward_weights,
+        greedy,
+        None
+        if mask is None
+        else bind(mask.name, {}, "rollout.mask", positional=("episode",), arguments=mask.arguments),
+    )
 
 
 def identity(policy: Policy, data_fingerprint: str) -> dict[str, Any]:

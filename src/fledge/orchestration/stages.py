@@ -251,5 +251,7 @@ def _score(config: TrainConfig, policy: Policy) -> Evaluation | None:
         return None
     engine = NativeEngine(policy, config.engine.cache_mb)
     renderer, learned = make_renderer(policy.tokenizer), LearnedReward.of(config)
-    evaluator = Evaluator(config, engine, renderer, environment, tasks, learned.around)
+    evaluator = Evaluator(
+        config, engine, renderer, environment, tasks, policy.context, learned.around
+    )
     return asyncio.run(evaluator())

@@ -44,7 +44,8 @@ def evaluator(policy, tasks: list[Task]) -> tuple[Evaluator, NativeEngine]:
         }
     )
     engine = NativeEngine(policy, cache_mb=1)
-    return Evaluator(config, engine, make_renderer(policy.tokenizer), Graded, tasks), engine
+    renderer = make_renderer(policy.tokenizer)
+    return Evaluator(config, engine, renderer, Graded, tasks, policy.context), engine
 
 
 @pytest.fixture(autouse=True)

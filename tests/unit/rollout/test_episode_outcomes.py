@@ -13,7 +13,7 @@ from fledge.data.render import make_renderer
 from fledge.envs import Environment
 from fledge.errors import EngineError, PluginError, RewardError
 from fledge.inference import NativeEngine
-from fledge.rollout import EpisodeGenerator, generator
+from fledge.rollout import EpisodeGenerator, Limits, generator
 from fledge.types import Completion, Group, Message, Outcome, Sampling, Step, Task, user
 from helpers import run
 
@@ -30,7 +30,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 class Renderer:
     stop_ids = (STOP,)
 
-    def start(self, messages):
+    def start(self, messages, tools=()):
         return list(PROMPT)
 
     def parse(self, completion):
@@ -92,9 +92,9 @@ def play(
     **options: object,
 ) -> Group:
     sampling = Sampling(8, top_p=0.9, stop_ids=(STOP,))
-    made = EpisodeGenerator(
-        engine or Engine(), Renderer(), env, sampling, timeout, retries, **options
-    )
+    bounds = {name: options.pop(name) for name in tuple(options) if hasattr(Limits, name)}
+    limits = Limits(timeout, retries, **bounds)
+    made = EpisodeGenerator(engine or Engine(), Renderer(), env, sampling, limits, **options)
     return run(made.generate(Task("my-task", {}), n, epoch=3, seed=100), seconds=10)
 
 
@@ -149,7 +149,7 @@ def test_a_reward_with_parts_is_their_weighed_sum():
     ("answer", "weights", "said"),
     [
         (PARTS, {"shrot": 1.0}, r"rollout\.reward_weights: .*no part named 'shrot'.*right, short"),
-        (Step(1.0, terminated=True), {"right": 1.0}, r"rollout\.reward_weights: .*no part"),
+        (Step(reward=1.0, terminated=True), {"right": 1.0}, r"rollout\.reward_weights: .*no part"),
         (replace(PARTS, reward=1.0), {}, r"gave the reward 1 and components"),
     ],
 )
@@ -303,8 +303,8 @@ def test_a_step_that_is_no_step_names_the_environment(answer):
         play(environment(answer=answer))
 
 
-def test_an_environment_that_wants_another_turn_is_refused_by_name():
-    with pytest.raises(PluginError, match="MyEnv asks for a second turn"):
+def test_an_environment_that_goes_on_without_a_word_is_refused_by_name():
+    with pytest.raises(PluginError, match="MyEnv goes on without a message"):
         play(environment(answer=Step(reward=1.0)))
 
 
