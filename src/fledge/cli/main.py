@@ -199,6 +199,22 @@ def chat(
 
 
 @app.command()
+def replay(
+    run: RunPath,
+    episode: Annotated[
+        str | None,
+        typer.Argument(metavar="EPISODE", help="Its number, or TASK or TASK/INDEX; none lists."),
+    ] = None,
+    debug: Debug = False,
+) -> int:
+    """Show an episode again, token by token: trained, cleared, context; log-probs and rewards."""
+    from fledge.cli.replay import replay as run_replay
+
+    run_replay(run, episode)
+    return 0
+
+
+@app.command()
 def doctor(
     target: Annotated[
         str, typer.Argument(metavar="MODEL_OR_RUN_OR_RECIPE", help="What to examine.")

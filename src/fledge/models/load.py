@@ -139,6 +139,11 @@ def _load(config: ModelConfig, seed: int) -> Policy:
     return policy
 
 
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer alone, by the same names as a model."""
+    return _read_tokenizer(_locate(path))
+
+
 def _locate(path: str) -> str:
     if path == "tiny":
         return str(resources.files("fledge.models") / "tiny")

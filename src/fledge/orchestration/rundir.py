@@ -22,13 +22,14 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from fledge.errors import ConfigError
 from fledge.orchestration.files import sync_directory, to_json, why, write_atomic
-from fledge.types import Episode
+from fledge.types import Episode, Message, Segment
 
 LOGS = ("metrics", "episodes", "events")
 EventListener = Callable[[str, str], None]
@@ -157,7 +158,7 @@ class RunDir:
 
 
 def episode_record(epoch: int, episode: Episode) -> dict[str, Any]:
-    """An episode as `episodes.jsonl` has it; `versions` are the weight versions that sampled it."""
+    """An episode as `episodes.jsonl` has it, exact to the token: `fledge replay` shows it again."""
     segments = episode.segments
     return {
         "task_key": episode.task_key,
@@ -166,13 +167,40 @@ def episode_record(epoch: int, episode: Episode) -> dict[str, Any]:
         "reward": episode.reward,
         "rewards": list(episode.rewards),
         "outcome": episode.outcome.value,
-        "messages": [{"role": m.role, "content": m.content} for m in episode.messages],
+        "components": dict(episode.components),
+        "messages": [message_record(m) for m in episode.messages],
         "tokens": sum(len(s.token_ids) for s in segments),
         "response_tokens": episode.response_length,
-        "segments": len(segments),
-        "versions": sorted({v for s in segments for v in s.versions if v >= 0}),
+        "segments": [segment_record(s) for s in segments],
         "info": dict(episode.info),
         "error": episode.error,
+    }
+
+
+def message_record(message: Message) -> dict[str, Any]:
+    record: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        record["tool_calls"] = [asdict(call) for call in message.tool_calls]
+    return record | {k: v for k in ("reasoning", "tool") if (v := getattr(message, k))}
+
+
+def segment_record(segment: Segment) -> dict[str, Any]:
+    """Ids of all tokens; of those that were sampled the log-probs in order, and where they begin
+    and end under which version; and which of them a rule has cleared.
+    """
+    sampled = [i for i, version in enumerate(segment.versions) if version >= 0]
+    runs: list[list[int]] = []
+    for place in sampled:
+        if runs and runs[-1][1] == place and runs[-1][2] == segment.versions[place]:
+            runs[-1][1] += 1
+        else:
+            runs.append([place, place + 1, segment.versions[place]])
+    cleared = [[i, segment.cleared_by[i]] for i in sampled if not segment.trained[i]]
+    return {
+        "ids": list(segment.token_ids),
+        "sampled": runs,
+        "logps": [round(segment.logps[i], 6) for i in sampled],
+        **({"cleared": cleared} if cleared else {}),
     }
 
 

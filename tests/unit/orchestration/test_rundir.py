@@ -68,8 +68,13 @@ def test_episode_line_has_text_rewards_counts_and_versions(tmp_path: Path) -> No
     (line,) = live_lines(tmp_path, "episodes")
     assert line["task_key"] == "2+2" and line["epoch"] == 2 and line["index"] == 3
     assert line["step"] == 7 and line["reward"] == 0.75 and line["rewards"] == [0.25, 0.5]
-    assert line["outcome"] == "truncated" and line["error"] == "e" and line["versions"] == [4, 5]
-    assert line["tokens"] == 8 and line["response_tokens"] == 4 and line["segments"] == 2
+    assert line["outcome"] == "truncated" and line["error"] == "e"
+    assert line["segments"][0] == {
+        "ids": [5, 6, 7, 1],
+        "sampled": [[2, 3, 4], [3, 4, 5]],
+        "logps": [-0.7, -0.1],
+    }
+    assert line["tokens"] == 8 and line["response_tokens"] == 4 and len(line["segments"]) == 2
     assert [m["content"] for m in line["messages"]] == [m.content for m in messages]
 
 
