@@ -104,7 +104,7 @@ class Comparison:
             "steps": self.recipe.steps,
             "model": {"path": start},
             "env": "arithmetic",
-            "data": self.recipe.data.model_dump(),
+            "data": self._data(),
             "rollout": self.recipe.rollout.model_dump(),
             "algorithm": algorithm,
             "optim": self.recipe.optim.model_dump(),
@@ -121,6 +121,13 @@ class Comparison:
             len(steps) * config.algorithm.updates,
             time.process_time() - began,
         )
+
+    def _data(self) -> dict[str, Any]:
+        """The quickstart's problems; for a look only, the few that are there to choose settings
+        by.
+        """
+        data = self.recipe.data.model_dump()
+        return {**data, "train": {"name": "arithmetic", "split": "tuning"}} if self.smoke else data
 
     def _teacher(self) -> str:
         """What distillation imitates: the result of GRPO."""

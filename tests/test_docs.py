@@ -23,15 +23,18 @@ from fledge.cli.main import main
 from fledge.config import PreferConfig, SftConfig, TrainConfig, load_config
 from fledge.config.presets import PRESETS
 from fledge.config.schema import ShapingConfig
+from fledge.envs import ENVIRONMENTS
 from fledge.orchestration.advice import advice
 
 ROOT = Path(__file__).resolve().parent.parent
 ALGORITHMS = ROOT / "docs" / "algorithms"
+ENVIRONMENT_PAGES = ROOT / "docs" / "environments"
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted(ALGORITHMS.glob("*.md")),
+    *sorted(ENVIRONMENT_PAGES.glob("*.md")),
 ]
 BLOCK = re.compile(r"^```(\w+)(?: ([\w./-]+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -144,6 +147,15 @@ def test_documents_name_only_keys_that_exist():
         for word in re.findall(r"`([a-z_]+\.[a-z_.]+)(?:[=:][^`]*)?`", page.read_text()):
             if word.split(".")[0] in sections:
                 assert word in known | sections, f"{page.name} speaks of {word}"
+
+
+@pytest.mark.parametrize("name", sorted(set(ENVIRONMENTS) - {"arithmetic", "reward"}))
+def test_every_environment_has_a_page_with_a_recipe_that_resolves(name):
+    page = ENVIRONMENT_PAGES / f"{name}.md"
+    recipes = [yaml.safe_load(text) for _, kind, _, text in blocks(page) if kind == "yaml"]
+    assert recipes and f"fledge env check {name}" in page.read_text()
+    for recipe in recipes:
+        assert load_config(TrainConfig, recipe, environ={}).config.env.name == name
 
 
 def test_the_page_of_settings_is_made_from_the_schema():

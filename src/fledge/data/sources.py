@@ -22,6 +22,13 @@ GENERATORS: dict[str, str] = {
     "arithmetic": "fledge.envs.arithmetic:tasks",
     "arithmetic_demonstrations": "fledge.envs.arithmetic:demonstrations",
     "arithmetic_pairs": "fledge.envs.arithmetic:pairs",
+    "aime": "fledge.envs.maths:aime_tasks",
+    "countdown": "fledge.envs.countdown:tasks",
+    "gsm8k": "fledge.envs.gsm8k:tasks",
+    "gsm8k_multi_turn": "fledge.envs.gsm8k:tasks",
+    "guess": "fledge.envs.guess:tasks",
+    "maths": "fledge.envs.maths:tasks",
+    "reasoning": "fledge.envs.reasoning:tasks",
 }
 """Built-in names. Spelled as a recipe would spell them, because `data` does not import `envs`."""
 

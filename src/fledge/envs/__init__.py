@@ -18,7 +18,12 @@ from fledge.config import Plugin
 from fledge.envs.arithmetic import Arithmetic
 from fledge.envs.base import Environment, reward_of
 from fledge.envs.check import check_env
+from fledge.envs.countdown import Countdown
 from fledge.envs.function import RewardEnvironment
+from fledge.envs.gsm8k import Gsm8k, Gsm8kMultiTurn
+from fledge.envs.guess import Guess
+from fledge.envs.maths import Aime, Maths
+from fledge.envs.reasoning import Reasoning
 from fledge.errors import PluginError
 from fledge.plugins import check_arguments, check_positional, resolve
 from fledge.types import Task
@@ -36,7 +41,14 @@ __all__ = [
 EnvironmentFactory = Callable[[Task], interfaces.Environment]
 
 ENVIRONMENTS: dict[str, Callable[..., interfaces.Environment]] = {
+    "aime": Aime,
     "arithmetic": Arithmetic,
+    "countdown": Countdown,
+    "gsm8k": Gsm8k,
+    "gsm8k_multi_turn": Gsm8kMultiTurn,
+    "guess": Guess,
+    "maths": Maths,
+    "reasoning": Reasoning,
     "reward": RewardEnvironment,
 }
 
