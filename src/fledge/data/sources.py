@@ -29,6 +29,8 @@ GENERATORS: dict[str, str] = {
     "guess": "fledge.envs.guess:tasks",
     "maths": "fledge.envs.maths:tasks",
     "reasoning": "fledge.envs.reasoning:tasks",
+    "search": "fledge.envs.search:tasks",
+    "text2sql": "fledge.envs.text2sql:tasks",
 }
 """Built-in names. Spelled as a recipe would spell them, because `data` does not import `envs`."""
 

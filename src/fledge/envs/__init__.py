@@ -22,8 +22,12 @@ from fledge.envs.countdown import Countdown
 from fledge.envs.function import RewardEnvironment
 from fledge.envs.gsm8k import Gsm8k, Gsm8kMultiTurn
 from fledge.envs.guess import Guess
+from fledge.envs.judge import Judge
 from fledge.envs.maths import Aime, Maths
 from fledge.envs.reasoning import Reasoning
+from fledge.envs.search import Search
+from fledge.envs.text2sql import TextToSql
+from fledge.envs.tools import Toolbox, ToolEnvironment, ToolFailure, as_tool
 from fledge.errors import PluginError
 from fledge.plugins import check_arguments, check_positional, resolve
 from fledge.types import Task
@@ -33,6 +37,10 @@ __all__ = [
     "Environment",
     "EnvironmentFactory",
     "RewardEnvironment",
+    "ToolEnvironment",
+    "ToolFailure",
+    "Toolbox",
+    "as_tool",
     "check_env",
     "make_factory",
     "reward_of",
@@ -47,9 +55,12 @@ ENVIRONMENTS: dict[str, Callable[..., interfaces.Environment]] = {
     "gsm8k": Gsm8k,
     "gsm8k_multi_turn": Gsm8kMultiTurn,
     "guess": Guess,
+    "judge": Judge,
     "maths": Maths,
     "reasoning": Reasoning,
     "reward": RewardEnvironment,
+    "search": Search,
+    "text2sql": TextToSql,
 }
 
 

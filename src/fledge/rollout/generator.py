@@ -275,7 +275,9 @@ class _Playing:
             if limit.expired():
                 text = f"{what} took longer than rollout.timeout={self._limits.timeout:g} s"
                 raise _Failed(Outcome.TIME_LIMIT, text) from None
-            raise _Failed(outcome, f"{what}: {type(error).__name__}: {error}") from error
+            # An environment may know better than we whose failure it was.
+            known = getattr(error, "outcome", outcome)
+            raise _Failed(known, f"{what}: {type(error).__name__}: {error}") from error
 
 
 TURN_SEED = 1_000_003

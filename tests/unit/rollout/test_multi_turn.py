@@ -18,7 +18,7 @@ import pytest
 
 from fledge.data.batch import pack
 from fledge.data.render import make_renderer
-from fledge.envs import Environment
+from fledge.envs import Environment, ToolFailure
 from fledge.errors import PluginError, PolicyError
 from fledge.inference import NativeEngine
 from fledge.rollout import EpisodeGenerator, Limits, generator
@@ -262,6 +262,14 @@ def test_a_mistake_of_the_policy_is_trained_on_with_the_reward_it_got():
     episode = only(play(Strict))
     assert (episode.outcome, episode.rewards) == (Outcome.POLICY_ERROR, (-1.0,))
     assert episode.response_length == 3
+
+
+def test_a_failure_may_say_whose_it_is():
+    class Unplugged(Counts):
+        async def step(self, reply):
+            raise ToolFailure("the server does not answer")
+
+    assert play(Unplugged).dropped == {"infra_abort": 1}
 
 
 def test_a_group_that_lost_too_many_is_filled_up():
