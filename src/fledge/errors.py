@@ -9,6 +9,7 @@
     ├── CheckpointError      a checkpoint that cannot be written, is damaged, or is another's
     ├── WeightSyncError      the engine does not serve the weights that were published
     ├── EngineError          a request that can never run, or an engine that is closed
+    ├── SandboxError         model-written code cannot be run safely here (`fledge.envs.sandbox`)
     └── TrainingError        training that can no longer be right
 
 Errors of the programmer are plain `assert` and `TypeError`; they are never caught.
