@@ -55,11 +55,13 @@ class Renderer(Protocol):
         self, previous: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool] = ()
     ) -> list[int] | None: ...
 
-    def parse(self, completion: Sequence[int]) -> Message:
+    def parse(self, completion: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
         """The reply: its text, its reasoning, and its tool calls, each with a status."""
         ...
 
-    def encode(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def encode(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> tuple[list[int], list[bool]]:
         """A finished conversation, and for each token whether an assistant would sample it."""
         ...
 

@@ -16,7 +16,7 @@ from fledge.data.render import make_renderer
 from fledge.errors import DataError
 from fledge.inference import NativeEngine
 from fledge.orchestration import open_run
-from fledge.types import Sampling, user
+from fledge.types import Message, Sampling, user
 
 REPLY_TOKENS = 256
 """Limit of one reply where the run has none of its own."""
@@ -38,23 +38,29 @@ class Conversation:
         self._stop = tuple(rollout.stop) if rollout else ()
         self._limit = rollout.max_new_tokens if rollout else REPLY_TOKENS
         self.token_ids: list[int] = []
+        self._messages: list[Message] = []
         self.turns = 0
 
     async def say(self, text: str) -> AsyncIterator[str]:
-        said = [user(text)]
         renderer = self._renderer
-        prompt = renderer.extend(self.token_ids, said) if self.turns else renderer.start(said)
+        self._messages.append(user(text))
+        prompt = renderer.extend(self.token_ids, self._messages[-1:]) if self.turns else None
+        if prompt is None:  # the first turn, or a template that cannot go on from these tokens
+            prompt = renderer.start(self._messages)
         sampling = self._sampling(prompt)
         sampled: list[int] = []
         shown = 0
         async for token, _ in self._engine.stream(prompt, sampling):
             sampled.append(token)
             reply = renderer.parse(sampled).content
-            # A character may be spread over tokens; until it is whole it reads as U+FFFD.
-            if not reply.endswith("\ufffd"):
+            # A character may be spread over tokens; until it is whole it reads as U+FFFD. And what
+            # turns out to be a thought or a call is no longer part of the text.
+            if not reply.endswith("\ufffd") and len(reply) >= shown:
                 yield reply[shown:]
                 shown = len(reply)
-        yield renderer.parse(sampled).content[shown:]
+        reply_message = renderer.parse(sampled)
+        yield reply_message.content[shown:]
+        self._messages.append(reply_message)
         self.token_ids = [*prompt, *sampled]
         self.turns += 1
 

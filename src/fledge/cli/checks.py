@@ -29,7 +29,7 @@ from fledge.algorithms import make_algorithm, supervised, token_weights
 from fledge.config.schema import AlgorithmConfig, OptimConfig
 from fledge.data.batch import Batch, Row, pack_samples
 from fledge.data.demos import encode_demo
-from fledge.data.render import ChatMLRenderer, audit, make_renderer
+from fledge.data.render import FamilyRenderer, TemplateRenderer, audit, make_renderer
 from fledge.inference import NativeEngine
 from fledge.models.load import Policy, export
 from fledge.trainer import LocalTrainer
@@ -81,7 +81,7 @@ class Subject:
     """A model with the parts that a run would put around it."""
 
     policy: Policy
-    renderer: ChatMLRenderer
+    renderer: FamilyRenderer | TemplateRenderer
     engine: NativeEngine
     trainer: LocalTrainer
 

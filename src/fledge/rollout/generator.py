@@ -167,7 +167,9 @@ class _Playing:
         outcome = Outcome.TRUNCATED
         while prompt is not None:
             completion = await self._say(prompt)
-            step, failed = await self._answer(self._renderer.parse(completion.token_ids))
+            step, failed = await self._answer(
+                self._renderer.parse(completion.token_ids, self._tools)
+            )
             if failed or step.terminated or step.truncated:
                 cut = step.truncated or (completion.stop_reason == "length" and not failed)
                 outcome = Outcome.POLICY_ERROR if failed else Outcome.OK

@@ -25,6 +25,23 @@ messages = st.lists(
 )
 
 
+def turns_of(conversation):
+    """Answers of tools that follow each other share a turn."""
+    turns = []
+    for message in conversation:
+        if message.role == "tool" and turns and turns[-1][-1].role == "tool":
+            turns[-1].append(message)
+        else:
+            turns.append([message])
+    return turns
+
+
+def written(message):
+    if message.role != "tool":
+        return f"{message.role}\n{message.content}"
+    return f"<tool_response>\n{message.content}\n</tool_response>"
+
+
 def variant(change):
     """The tiny tokenizer with its tokenizer.json changed."""
     content = json.loads((TINY / "tokenizer.json").read_text())
@@ -53,7 +70,7 @@ def test_extend_is_an_exact_extension_of_whatever_was_sampled(first, then, sampl
     ids = RENDERER.extend(previous, then)
     assert ids[: len(previous)] == previous
     added = ids[len(previous) :]
-    expected = ([] if stopped else [END]) + RENDERER._newline + RENDERER.start(then)
+    expected = ([] if stopped else [END]) + RENDERER._gap + RENDERER.start(then)
     assert added == expected
 
 
@@ -61,12 +78,15 @@ def test_extend_is_an_exact_extension_of_whatever_was_sampled(first, then, sampl
 @settings(max_examples=200, deadline=None)
 def test_text_never_becomes_a_special_token(given_messages):
     ids = RENDERER.start(given_messages)
-    assert ids.count(START) == len(given_messages) + 1
-    assert ids.count(END) == len(given_messages)
+    turns = [
+        "user\n" * (group[0].role == "tool") + "\n".join(map(written, group))
+        for group in turns_of(given_messages)
+    ]
+    assert ids.count(START) == len(turns) + 1
+    assert ids.count(END) == len(turns)
     assert TOKENIZER.pad_token_id not in ids
     assert TOKENIZER.decode(ids) == "".join(
-        [f"<|im_start|>{m.role}\n{m.content}<|im_end|>\n" for m in given_messages]
-        + ["<|im_start|>assistant\n"]
+        [f"<|im_start|>{turn}<|im_end|>\n" for turn in turns] + ["<|im_start|>assistant\n"]
     )
 
 
@@ -182,5 +202,5 @@ def test_audit_finds_a_stop_token_that_cannot_be_sampled():
 
 def test_audit_finds_special_text_that_is_not_inert():
     leaky = make_renderer(TOKENIZER)
-    leaky._backend.encode_special_tokens = False
+    leaky.codec.backend.encode_special_tokens = False
     assert not findings(TOKENIZER, leaky)["special-token text in a message stays text"].ok

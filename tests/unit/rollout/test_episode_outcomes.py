@@ -33,7 +33,7 @@ class Renderer:
     def start(self, messages, tools=()):
         return list(PROMPT)
 
-    def parse(self, completion):
+    def parse(self, completion, tools=()):
         return Message("assistant", " ".join(map(str, completion)))
 
 

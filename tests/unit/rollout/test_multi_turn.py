@@ -54,7 +54,7 @@ class Letters:
         ids = list(previous) if previous[-1] == STOP else [*previous, STOP]
         return ids + self.start(messages, tools)
 
-    def parse(self, completion: Sequence[int]) -> Message:
+    def parse(self, completion: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
         return Message("assistant", "".join(chr(t) for t in completion if t != STOP))
 
 

@@ -1,0 +1,3 @@
+"""How each family of chat models writes a conversation, and how its replies are read. Use these
+through `fledge.data.render`.
+"""
