@@ -13,13 +13,25 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from fledge.errors import PluginError
+from fledge.errors import FledgeError, PluginError
+
+
+@contextmanager
+def blame(key: str) -> Iterator[None]:
+    """What a plug-in raises is said under the setting that named it; our own errors pass."""
+    try:
+        yield
+    except FledgeError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{key}: {type(error).__name__}: {error}") from error
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -22,9 +22,9 @@ from fledge.algorithms.losses import LOSSES, cross_entropy
 from fledge.algorithms.tokens import Stats, Tokens, out_of_range, safe_log_ratio
 from fledge.algorithms.trajectories import Trajectories
 from fledge.config.schema import AlgorithmConfig, Plugin
-from fledge.errors import FledgeError, PluginError
+from fledge.errors import PluginError
 from fledge.interfaces import Batch
-from fledge.plugins import bind, check_arguments, check_positional, resolve
+from fledge.plugins import bind, blame, check_arguments, check_positional, resolve
 from fledge.types import Group, Outcome
 
 PolicyLoss = Callable[[Tokens], tuple[Tensor, Stats]]
@@ -275,12 +275,8 @@ def make_loss(spec: Plugin, key: str = "algorithm.loss") -> PolicyLoss:
 def _made(found: Any, spec: Plugin, key: str) -> Any:
     """An object of a plug-in's class, with the recipe's arguments."""
     arguments = check_arguments(found, spec.arguments, key)
-    try:
+    with blame(f"{key}: {spec.label}"):
         return found(**arguments)
-    except FledgeError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{key}: {spec.label}: {type(error).__name__}: {error}") from error
 
 
 def _correction(spec: Plugin, index: int) -> Correction:
@@ -310,12 +306,8 @@ TAKEN = (
 def checked_estimate(estimator: Estimator, t: Trajectories) -> tuple[Tensor, Tensor | None]:
     """Call an estimator, and refuse what training could not trust, under the key's name."""
     key = "algorithm.advantage"
-    try:
+    with blame(key):
         found = estimator(t)
-    except FledgeError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{key}: {type(error).__name__}: {error}") from error
     advantage, returns = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     for column in (advantage,) if returns is None else (advantage, returns):
         if not isinstance(column, Tensor) or column.shape != t.reward.shape:
@@ -342,12 +334,8 @@ def _task_at(t: Trajectories, token: int) -> str:
 
 def checked_loss(loss: PolicyLoss, x: Tokens, key: str = "algorithm.loss") -> tuple[Tensor, Stats]:
     """Call a loss, and refuse what training could not trust, under the key's name."""
-    try:
+    with blame(key):
         found = loss(x)
-    except FledgeError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{key}: {type(error).__name__}: {error}") from error
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor)):
         raise PluginError(f"{key}: must return (one loss per token, {{name: statistic}})")
     loss_N, stats = found
@@ -370,12 +358,8 @@ def checked_loss(loss: PolicyLoss, x: Tokens, key: str = "algorithm.loss") -> tu
 
 def checked_weight(correction: Correction, x: Tokens, log_rho: Tensor) -> Tensor:
     key = "algorithm.correction"
-    try:
+    with blame(key):
         weight = correction(x, log_rho)
-    except FledgeError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{key}: {type(error).__name__}: {error}") from error
     if not isinstance(weight, Tensor) or weight.shape != log_rho.shape:
         raise PluginError(f"{key}: must return one weight per token {tuple(log_rho.shape)}")
     if not weight.isfinite().all():
@@ -385,12 +369,8 @@ def checked_weight(correction: Correction, x: Tokens, log_rho: Tensor) -> Tensor
 
 def checked_choice(loss: PolicyLoss, x: Tokens, draw: Tensor) -> Tensor:
     key = "algorithm.loss: prepare"
-    try:
+    with blame(key):
         chosen = cast(Any, loss).prepare(x, draw)
-    except FledgeError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{key}: {type(error).__name__}: {error}") from error
     if not isinstance(chosen, Tensor) or chosen.shape != x.logp.shape:
         raise PluginError(f"{key}: must return one number per token {tuple(x.logp.shape)}")
     return chosen

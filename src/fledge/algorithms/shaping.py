@@ -11,7 +11,8 @@ from dataclasses import replace
 from itertools import cycle, zip_longest
 
 from fledge.config.schema import ShapingConfig
-from fledge.errors import FledgeError, PluginError
+from fledge.errors import PluginError
+from fledge.plugins import blame
 from fledge.types import Episode, Group, Outcome, Segment
 
 TokenReward = Callable[[Segment], Sequence[float]]
@@ -81,12 +82,8 @@ def with_token_rewards(episode: Episode, token_reward: TokenReward) -> Episode:
 
 def _token_rewards(segment: Segment, token_reward: TokenReward) -> list[float]:
     key = "algorithm.token_reward"
-    try:
+    with blame(key):
         values = [float(value) for value in token_reward(segment)]
-    except FledgeError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{key}: {type(error).__name__}: {error}") from error
     if len(values) != len(segment.token_ids):
         raise PluginError(
             f"{key}: {len(values)} rewards for a segment of {len(segment.token_ids)} tokens; "

@@ -97,17 +97,8 @@ def train(
     debug: Debug = False,
 ) -> int:
     """Train with reinforcement learning, or resume the run in run_dir."""
-    from fledge.cli import show
-    from fledge.config import TrainConfig, load_config
-
     recipe, settings = recipe_and_settings(arguments or [])
-    resolved = load_config(TrainConfig, recipe, settings, smoke=smoke)
-    if dry_run:
-        print(show.settings_table(resolved))
-        return 0
-    from fledge.orchestration import train as run_training
-
-    return _close(run_training(resolved), resolved.config.run_dir, show.train_summary)
+    return _work("train", recipe, settings, smoke, dry_run)
 
 
 @app.command()
@@ -119,16 +110,7 @@ def sft(
     debug: Debug = False,
 ) -> int:
     """Fine-tune on demonstrations, or resume the run in run_dir."""
-    from fledge.cli import show
-    from fledge.config import SftConfig, load_config
-
-    resolved = load_config(SftConfig, recipe, settings or [], smoke=smoke)
-    if dry_run:
-        print(show.settings_table(resolved))
-        return 0
-    from fledge.orchestration import sft as run_sft
-
-    return _close(run_sft(resolved), resolved.config.run_dir, show.sft_summary)
+    return _work("sft", recipe, settings or [], smoke, dry_run)
 
 
 @app.command()
@@ -140,17 +122,7 @@ def prefer(
     debug: Debug = False,
 ) -> int:
     """Learn from preference pairs (a policy or a reward model), or resume the run in run_dir."""
-    from fledge.cli import show
-    from fledge.config import load_config
-    from fledge.config.schema import PreferConfig
-
-    resolved = load_config(PreferConfig, recipe, settings or [], smoke=smoke)
-    if dry_run:
-        print(show.settings_table(resolved))
-        return 0
-    from fledge.orchestration import prefer as run_prefer
-
-    return _close(run_prefer(resolved), resolved.config.run_dir, show.prefer_summary)
+    return _work("prefer", recipe, settings or [], smoke, dry_run)
 
 
 @app.command("eval")
@@ -253,6 +225,26 @@ def env_check(
     from fledge.cli.env import check
 
     return check(name, arguments or [], data)
+
+
+def _work(kind: str, recipe: str, settings: Sequence[str], smoke: bool, dry_run: bool) -> int:
+    """Run or resume one kind of training, or only show its settings."""
+    from fledge import config, orchestration
+    from fledge.cli import show
+
+    schemas = {
+        "train": config.TrainConfig,
+        "sft": config.SftConfig,
+        "prefer": config.PreferConfig,
+    }
+    resolved: config.Resolved[Any] = config.load_config(
+        schemas[kind], recipe, settings, smoke=smoke
+    )
+    if dry_run:
+        print(show.settings_table(resolved))
+        return 0
+    report = getattr(orchestration, kind)(resolved)
+    return _close(report, resolved.config.run_dir, getattr(show, f"{kind}_summary"))
 
 
 def recipe_and_settings(arguments: Sequence[str]) -> tuple[str, list[str]]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from fledge.errors import FledgeError, PluginError
+from fledge.errors import PluginError
+from fledge.plugins import blame
 from fledge.types import Completion, Episode, Segment
 
 MaskFunction = Callable[[Episode], Sequence[Sequence[bool]]]
@@ -75,12 +76,8 @@ def masked(episode: Episode, mask: MaskFunction, name: str) -> Episode:
     sampled, and never sets what was not; each cleared token carries the function's name.
     """
     key = "rollout.mask"
-    try:
+    with blame(key):
         wanted = [[bool(keep) for keep in tokens] for tokens in mask(episode)]
-    except FledgeError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{key}: {type(error).__name__}: {error}") from error
     if [len(tokens) for tokens in wanted] != [len(s.token_ids) for s in episode.segments]:
         raise PluginError(
             f"{key}: must return one list per segment with one entry per token; task "

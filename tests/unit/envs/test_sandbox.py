@@ -83,7 +83,7 @@ def test_the_ways_to_read_input_that_programs_use():
 def test_a_traceback_starts_in_the_candidate():
     result = run("def f():\n    return 1 / 0\nf()")
     assert result.status == "error" and result.exit_code == 1
-    assert 'File "/work/main.py", line 3, in <module>\n    f()' in result.stderr
+    assert 'File "/box/main.py", line 3, in <module>\n    f()' in result.stderr
     assert "<string>" not in result.stderr
     assert result.stderr.endswith("ZeroDivisionError: division by zero\n")
 
@@ -107,7 +107,7 @@ def test_a_candidates_failure_is_data(code, status, exit_code):
 
 
 def test_a_command_can_be_run_too():
-    assert run(["sh", "-c", "cat; echo $HOME; exit 3"], stdin="in\n").stdout == "in\n/work\n"
+    assert run(["sh", "-c", "cat; echo $HOME; exit 3"], stdin="in\n").stdout == "in\n/box\n"
     missing = run(["no-such-program"])
     assert (missing.exit_code, missing.status) == (127, "error")
     assert "no-such-program" in missing.stderr

@@ -227,7 +227,7 @@ async def _mount() -> tuple[bool, str]:
         _LIBC
         + """
 results = [
-    libc.mount(b"none", b"/work", b"tmpfs", 0, None),
+    libc.mount(b"none", b"/box", b"tmpfs", 0, None),
     libc.mount(b"none", b"/proc", None, 32, None),
     libc.umount2(b"/usr", 2),
     libc.unshare(0x00020000),
@@ -259,7 +259,7 @@ async def _huge_file() -> tuple[bool, str]:
     ended = await _run(f"""
 import os
 largest = total = 0
-for folder in ("/work", "/tmp", "/dev/shm", "/dev", "/"):
+for folder in ("/box", "/tmp", "/dev/shm", "/dev", "/"):
     for number in range(64):
         try:
             name = os.path.join(folder, f"file{{number}}of{{len(folder)}}")
@@ -344,7 +344,7 @@ async def _other_run() -> tuple[bool, str]:
         await asyncio.sleep(0.3)
         seeker = await _run("""
 import glob, time
-for pattern in ("/work/*", "/tmp/*", "/proc/[0-9]*/root/work/*", "/proc/[0-9]*/cwd/*"):
+for pattern in ("/box/*", "/tmp/*", "/proc/[0-9]*/root/box/*", "/proc/[0-9]*/cwd/*"):
     for path in glob.glob(pattern):
         if not path.endswith("main.py"):
             try:

@@ -15,7 +15,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-WORK = "/work"
+WORK = "/box"
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": WORK, "LANG": "C.UTF-8"}
 SHARED_MEMORY_BYTES = 1 << 20
 
